@@ -15,7 +15,6 @@ Protocol between a kernel module and ``kernels/build.py``:
   :class:`TensorMap`  ``cutlass.GridConstant[cuda.TensorMap]`` (carries box, swizzle, dtype)
   :class:`Pointer`    ``cute.Pointer`` to global memory, element type of the operand
   :class:`S32`        ``cutlass.Int32``
-  :class:`F32`        ``cutlass.Float32``
   =================  ==================================================================
 
 * The kernel needs no host function: the build makes one, which launches ``kernel`` with
@@ -65,9 +64,6 @@ SHARED_LIMIT = 227 * 1024
 # Dimensions and attributes that a handler offers to grids and scalar parameters.
 # Tp is T rounded up to 128, Hp is H rounded up to 64 (the padded scratch shapes).
 SYMBOLS = ("B", "T", "S", "N", "K", "H", "Hv", "Tp", "Hp", "window_left", "window_right", "num_sms")
-
-# Traced float32 attributes would be listed here; scale is an operand (one value a batch).
-FLOAT_SYMBOLS: tuple[str, ...] = ()
 
 # operation -> operand -> (dimensions, element type); "data" is the type that `select dtype` names.
 _COMMON = {
@@ -132,14 +128,7 @@ class S32:
     symbol: str
 
 
-@dataclasses.dataclass(frozen=True)
-class F32:
-    """A float32 attribute, see ``FLOAT_SYMBOLS``."""
-
-    symbol: str
-
-
-Parameter = TensorMap | Pointer | S32 | F32
+Parameter = TensorMap | Pointer | S32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +217,6 @@ class KernelSpec:
     ) -> None:
         if isinstance(parameter, S32):
             require(parameter.symbol in SYMBOLS, f"unknown symbol {parameter.symbol!r}")
-        elif isinstance(parameter, F32):
-            require(parameter.symbol in FLOAT_SYMBOLS, f"unknown symbol {parameter.symbol!r}")
         else:
             operands = OPERANDS[self.operation]
             operand = parameter.operand
@@ -298,8 +285,6 @@ class KernelSpec:
                     lines.append(f"param pointer {operand}")
                 case S32(symbol):
                     lines.append(f"param s32 {symbol}")
-                case F32(symbol):
-                    lines.append(f"param f32 {symbol}")
         return "\n".join(lines) + "\n"
 
 
