@@ -212,9 +212,7 @@ class KernelSpec:
         for parameter in self.params:
             self._check_parameter(parameter, require)
 
-    def _check_parameter(
-        self, parameter: Parameter, require: Callable[[bool, str], None]
-    ) -> None:
+    def _check_parameter(self, parameter: Parameter, require: Callable[[bool, str], None]) -> None:
         if isinstance(parameter, S32):
             require(parameter.symbol in SYMBOLS, f"unknown symbol {parameter.symbol!r}")
         else:
