@@ -53,9 +53,11 @@ uint32_t element_address(const MatrixDescriptor& descriptor, Major major, int ro
 int matrix_chunks(const MatrixDescriptor& descriptor, Major major, int rows, int k, int bits, uint32_t* out);
 constexpr int kMaxMatrixChunks = 256 * 8;  // 256 rows of 128 bytes
 
-// Gathers and widens an operand. `shared` is the base of the CTA's shared window, `chunks` from matrix_chunks.
-// transpose = false: out[row * k_count + k]; true: out[k * rows + row].
-void gather_matrix(const uint8_t* shared, const uint32_t* chunks, Major major, Format format, int rows, int k_count,
+// Gathers and widens an operand. `shared` is the base of the CTA's shared window, `chunks` from matrix_chunks with the
+// same rows, k and bits. 4- and 6-bit formats with bits == 8 (kind::f8f6f4, mxf8f6f4) are packed at the start of each
+// chunk: 16 elements in 8 or 12 bytes, the rest is padding.
+// transpose = false: out[row * k + i]; true: out[i * rows + row].
+void gather_matrix(const uint8_t* shared, const uint32_t* chunks, Major major, Format format, int bits, int rows, int k,
                    bool transpose, float* out);
 
 // ---- tcgen05 instruction descriptors --------------------------------------------------------------------------------
@@ -70,15 +72,12 @@ struct InstructionDescriptor {
   Format a = Format::kF16, b = Format::kF16, d = Format::kF32;
   Major a_major = Major::kK, b_major = Major::kK;
   bool negate_a = false, negate_b = false, saturate = false;
-  bool sparse = false;
-  int sparsity_selector = 0;
-  int max_shift = 0;            // .ws: 0, 8, 16, 32 rows of B reuse
   Format scale = Format::kUE8M0;  // block-scaled kinds
   int scale_a_id = 0, scale_b_id = 0;  // byte (1X) or halfword (2X) within the 32-bit scale word
 };
 
-// `vector_size`: elements per scale (16 or 32), ignored for kinds without scales. Returns an explanation of what is
-// illegal, or null when the descriptor is legal for one- or two-CTA groups.
+// Returns an explanation of what is illegal, or null when the descriptor is legal for the CTA group. Sparse and
+// weight-stationary (.ws) products are not emulated and count as illegal.
 const char* decode_instruction_descriptor(uint32_t bits, MmaKind kind, int cta_group, InstructionDescriptor* out);
 
 // Bits per element of an operand in shared or tensor memory: 8 for every type of the (mx)f8f6f4 kinds, else its own.
@@ -86,10 +85,10 @@ int storage_bits(MmaKind kind, Format format);
 
 // ---- scale factors in tensor memory -----------------------------------------------------------------------------------
 
-// Where the scale of (row, block) lies: lane within 0-31 (the hardware reads the copy in the quarter it needs, all four
-// must hold the same), 32-bit column relative to the scale's tensor-memory address, byte in the word.
-// `scales_per_row`: 1, 2, 4 (scale_vec 1X, 2X, 4X) or 3 and 6 for K = 96. `id` is the SF-ID of the instruction descriptor.
+// Where the scale of (row, block) lies: lane within 0-31 (all four quarters hold a copy, except for B in the 2x2 data
+// path, see mma.h), 32-bit column relative to the scale's tensor-memory address, byte in the word. `rows`: rows of the
+// operand, which decide where the next word begins when the scales of a row need two (K = 96). `id`: the SF-ID.
 struct ScaleCell { int lane, column, byte; };
-ScaleCell scale_cell(int row, int block, int scales_per_row, int id);
+ScaleCell scale_cell(int row, int block, int rows, int id);
 
 }  // namespace emulator

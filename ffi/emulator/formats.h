@@ -35,7 +35,6 @@ enum class Format : uint8_t {
   kE2M1,   // 4 bits, finite only
   kUE8M0,  // 8 bits, 2^(x-127), 255 is NaN
   kUE4M3,  // 7 bits used, E4M3 without a sign (block scales of kind::mxf4nvf4)
-  kS2F6,   // 8 bits, two's complement integer scaled by 2^-6
 };
 
 int bits_of(Format format);  // storage bits of one element: 4, 6, 8, 16, 32 or 64 (TF32: 32)
@@ -71,14 +70,13 @@ float f16_to_float(uint32_t bits);
 uint32_t float_to_bf16(float value);  // .rn; NaN -> 0x7fff
 uint32_t float_to_f16(float value);   // .rn; NaN -> 0x7fff
 
-// Widens `count` packed elements starting at `bytes` to float; 6-bit elements lie one in a byte, or, for the tcgen05
-// shared-memory layout, in groups of 16 elements in 16 bytes (12 used); 4-bit elements two in a byte, low nibble
-// first. This is the loader of every matrix operand, so it is vectorised.
+// Widens `count` packed elements starting at `bytes` to float: 32, 16 or 8 bits each (a 6-bit element lies in the low
+// bits of a byte), or 4 bits, two in a byte, low nibble first. This loads every matrix operand, so it is vectorised.
 void decode_span(Format format, const uint8_t* bytes, int count, float* out);
 
 // ---- cvt ----------------------------------------------------------------------------------------------------------
 
-// A decoded `cvt` or `cvt.pack`-free variant. d = to x to_count, from x from_count (1, 2 or 4 elements).
+// A decoded `cvt`: d is to x to_count, a is from x from_count (1, 2 or 4 elements).
 //   cvt.rn.bf16x2.f32 d, a, b        : to BF16 x2, from F32 x1; a goes to the high half
 //   cvt.rn.f16x2.e2m1x2 d, a         : to F16 x2, from E2M1 x2
 //   cvt.rs.satfinite.e2m1x4.f32 d, {a, b, e, f}, rbits : to E2M1 x4, from F32 x1; f goes to the lowest element
@@ -93,8 +91,7 @@ struct CvtSpec {
   bool sat = false;
   bool satfinite = false;
   bool relu = false;
-  bool scaled = false;         // .scaled::n2::ue8m0: a ue8m0x2 scale-factor operand multiplies the result
-  int sources() const { return from_count == 1 ? to_count : 1; }  // data operands before rbits or scale factors
+  int sources() const { return from_count == 1 ? to_count : 1; }  // data operands before rbits
   bool has_random() const { return round == Round::kStochastic; }
   bool to_wide() const { return bits_of(to) * to_count > 32; }        // d is a 64-bit register
   bool from_wide() const { return bits_of(from) * from_count > 32; }  // a is a 64-bit register
@@ -103,7 +100,7 @@ struct CvtSpec {
 // Parses "cvt.rn.satfinite.e4m3x2.f32" (mnemonic with all its dotted parts). False if it is not a known cvt.
 bool parse_cvt(std::string_view mnemonic, CvtSpec* spec);
 
-// Converts all 32 lanes. `sources` holds spec.sources() registers, then rbits (.rs) or the scale factors. Registers
+// Converts all 32 lanes. `sources` holds spec.sources() registers, then rbits for .rs. Registers
 // follow the convention above; results narrower than 32 bits are zero-extended (also signed ones: s8 -1 is 0xff).
 // `d` may be one of the sources.
 void convert(const CvtSpec& spec, void* d, const void* const* sources);

@@ -3,8 +3,11 @@
 // PTX ISA: "Warp Level Matrix Multiply-Accumulate Instructions" (mma, 9.7.14), "Asynchronous Warpgroup Level Matrix
 // Multiply-Accumulate" (wgmma, 9.7.15), "TensorCore 5th Generation" (tcgen05.mma, 9.7.16).
 //
-// Arithmetic. The ISA leaves the order and the intermediate precision of the accumulation to the hardware. See mma.cc
-// for the choice made here and its reason. The products are exact in every kind.
+// Arithmetic. The ISA leaves order and intermediate precision of the accumulation to the hardware. Here a product follows
+// what is known of the tensor cores from bit-exact reverse engineering (Xie et al., "MMA-Sim: Bit-Accurate Reference
+// Model of Tensor Cores and Matrix Cores", 2025): all K products of one instruction and the accumulator are exact, are
+// aligned to the largest exponent among them, truncated to a fixed number of fraction bits, summed exactly, and the sum
+// is rounded once. With that the results on sm_90 are meant to equal the device's bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +17,39 @@
 
 namespace emulator {
 
-// d[m][n] = (accumulate ? d : 0) + sum over k of a[m][k] * b[k][n], float32; row-major, `b` transposed to [k][n] so that
-// the inner loop runs along n. `group`: how many products the unit adds at once before it rounds (16 for 16-bit
-// operands, 8 for tf32, 32 for 8-bit and smaller, 64 for 4-bit kinds).
-// m and k any, n a multiple of 8.
-void multiply_accumulate(int m, int n, int k, int group, const float* a, const float* b, float* d, bool accumulate);
+enum class Accumulator : uint8_t {
+  kF32,       // truncated to float32
+  kF32E8M13,  // truncated to 13 mantissa bits: Hopper's FP8 wgmma
+  kF16,       // rounded to nearest even
+};
 
-// The same for integers (kind::i8, mma.s8): exact, wraps unless saturate.
+struct Accumulation {
+  int fraction_bits = 25;  // below the largest exponent
+  Accumulator result = Accumulator::kF32;
+};
+
+// One operand widened to float: `values` row-major, [rows][k] for A and [k][rows] for B. `min_exponent` is that of the
+// format (subnormal operands enter the alignment with it). `scale_exponents`, when not null, holds for each row a power
+// of two that multiplies it (kind::mxf8f6f4); INT16_MAX means NaN.
+struct MmaOperand {
+  const float* values = nullptr;
+  int min_exponent = -126;
+  const int16_t* scale_exponents = nullptr;
+};
+int min_exponent_of(Format format);
+
+// d[m][n] = (accumulate ? d : 0) + sum over k of a[m][k] * b[k][n]. n a multiple of 8, k <= 64.
+void multiply_accumulate(int m, int n, int k, const MmaOperand& a, const MmaOperand& b, float* d, bool accumulate,
+                         Accumulation accumulation);
+
+// FP4 with block scales (kind::mxf4, mxf4nvf4): dot products of 16 elements are exact, then scaled by scale_a[m][k/16] *
+// scale_b[k/16][n] (repeat the scale for blocks of 32), aligned and summed with 35 fraction bits.
+void multiply_accumulate_block_scaled(int m, int n, int k, const float* a, const float* b, const float* scale_a,
+                                      const float* scale_b, float* d, bool accumulate);
+
+// Integers (kind::i8, mma.s8): exact, wraps unless saturate.
 void multiply_accumulate_i32(int m, int n, int k, const int32_t* a, const int32_t* b, int32_t* d, bool accumulate,
                              bool saturate);
-
-int group_of(Format operand);  // `group` for operands of this format
 
 // ---- wgmma -----------------------------------------------------------------------------------------------------------
 
