@@ -14,6 +14,7 @@
 
 #include "descriptors.h"
 #include "formats.h"
+#include "tmem_shapes.h"
 
 namespace emulator {
 
@@ -101,10 +102,7 @@ void mma_sync(const MmaSyncSpec& spec, uint32_t* const* d, const uint32_t* const
 
 // ---- tcgen05.mma ---------------------------------------------------------------------------------------------------------
 
-constexpr int kTmemLanes = 128;
-constexpr int kTmemColumns = 512;
-
-// One CTA's memories. Tensor memory is tmem[lane * kTmemColumns + column].
+// One CTA's memories. Tensor memory is tmem[tmem_index(lane, column)], see tmem_shapes.h.
 struct CtaMemory {
   const uint8_t* shared = nullptr;
   uint32_t* tmem = nullptr;

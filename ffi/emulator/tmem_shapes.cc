@@ -5,7 +5,6 @@
 
 #include "tmem_shapes.h"
 
-#include <cstddef>
 #include <cstring>
 
 #include "formats.h"
@@ -54,27 +53,35 @@ TmemWord tmem_word(const TmemTransfer& transfer, int thread, int i) {
   return {0, 0};
 }
 
-void load_tmem(const TmemTransfer& transfer, const uint32_t* tmem, int pitch, uint32_t* const* registers) {
+void load_tmem(const TmemTransfer& transfer, const uint32_t* tmem, uint32_t* const* registers) {
   const int count = registers_of(transfer);
-  for (int thread = 0; thread < kLanes; ++thread) {
-    for (int i = 0; i < count; ++i) {
+  if (transfer.shape == TmemShape::k32x32b && !transfer.half) {
+    for (int i = 0; i < count; ++i) std::memcpy(registers[i], tmem + tmem_index(0, i), kLanes * sizeof(uint32_t));
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int thread = 0; thread < kLanes; ++thread) {
       const TmemWord word = tmem_word(transfer, thread, i);
-      const uint32_t* cell = tmem + static_cast<ptrdiff_t>(word.lane) * pitch + word.column;
-      registers[i][thread] = transfer.half ? (cell[0] & 0xffff) | (cell[1] << 16) : cell[0];
+      const uint32_t* cell = tmem + tmem_index(word.lane, word.column);
+      registers[i][thread] = transfer.half ? (cell[0] & 0xffff) | (cell[kTmemLanes] << 16) : cell[0];
     }
   }
 }
 
-void store_tmem(const TmemTransfer& transfer, uint32_t* tmem, int pitch, const uint32_t* const* registers) {
+void store_tmem(const TmemTransfer& transfer, uint32_t* tmem, const uint32_t* const* registers) {
   const int count = registers_of(transfer);
-  for (int thread = 0; thread < kLanes; ++thread) {
-    for (int i = 0; i < count; ++i) {
+  if (transfer.shape == TmemShape::k32x32b && !transfer.half) {
+    for (int i = 0; i < count; ++i) std::memcpy(tmem + tmem_index(0, i), registers[i], kLanes * sizeof(uint32_t));
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int thread = 0; thread < kLanes; ++thread) {
       const TmemWord word = tmem_word(transfer, thread, i);
-      uint32_t* cell = tmem + static_cast<ptrdiff_t>(word.lane) * pitch + word.column;
+      uint32_t* cell = tmem + tmem_index(word.lane, word.column);
       const uint32_t value = registers[i][thread];
       if (transfer.half) {
         cell[0] = value & 0xffff;
-        cell[1] = value >> 16;
+        cell[kTmemLanes] = value >> 16;
       } else {
         cell[0] = value;
       }
@@ -142,8 +149,7 @@ void expand_chunk(CopyFormat format, const uint8_t source[16], uint8_t out[16]) 
   }
 }
 
-void copy_to_tmem(CopyShape shape, CopyFormat format, const uint8_t* shared, const uint32_t* chunks, uint32_t* tmem,
-                  int pitch) {
+void copy_to_tmem(CopyShape shape, CopyFormat format, const uint8_t* shared, const uint32_t* chunks, uint32_t* tmem) {
   const int rows = copy_rows(shape), row_chunks = copy_row_chunks(shape);
   for (int row = 0; row < rows; ++row) {
     int lanes[4];
@@ -151,8 +157,8 @@ void copy_to_tmem(CopyShape shape, CopyFormat format, const uint8_t* shared, con
     for (int c = 0; c < row_chunks; ++c) {
       uint8_t bytes[16];
       expand_chunk(format, shared + chunks[row * row_chunks + c], bytes);
-      for (int i = 0; i < copies; ++i) {
-        std::memcpy(tmem + static_cast<ptrdiff_t>(lanes[i]) * pitch + 4 * c, bytes, 16);
+      for (int word = 0; word < 4; ++word) {
+        for (int i = 0; i < copies; ++i) std::memcpy(tmem + tmem_index(lanes[i], 4 * c + word), bytes + 4 * word, 4);
       }
     }
   }

@@ -7,6 +7,12 @@
 
 namespace emulator {
 
+// Tensor memory of a CTA is uint32_t[kTmemColumns][kTmemLanes]: a column is contiguous, because transfers and products
+// touch many lanes of one column at a time.
+constexpr int kTmemLanes = 128;
+constexpr int kTmemColumns = 512;
+inline int tmem_index(int lane, int column) { return column * kTmemLanes + lane; }
+
 enum class TmemShape : uint8_t { k16x64b, k16x128b, k16x256b, k32x32b, k16x32bx2 };
 
 // One transfer of a warp. `num` is the repetition (.x1 ... .x128).
@@ -26,10 +32,10 @@ int lanes_of(const TmemTransfer& transfer);      // 16 or 32
 struct TmemWord { int lane, column; };
 TmemWord tmem_word(const TmemTransfer& transfer, int thread, int i);
 
-// The whole transfer. `tmem` points at the word of the transfer's (lane, column) in a [lane][pitch] array, `registers[i]`
-// is uint32_t[32]. Lanes and columns must have been checked.
-void load_tmem(const TmemTransfer& transfer, const uint32_t* tmem, int pitch, uint32_t* const* registers);
-void store_tmem(const TmemTransfer& transfer, uint32_t* tmem, int pitch, const uint32_t* const* registers);
+// The whole transfer. `tmem` points at the word of the transfer's (lane, column), `registers[i]` is uint32_t[32]. Lanes
+// and columns must have been checked.
+void load_tmem(const TmemTransfer& transfer, const uint32_t* tmem, uint32_t* const* registers);
+void store_tmem(const TmemTransfer& transfer, uint32_t* tmem, const uint32_t* const* registers);
 
 // ---- tcgen05.cp ------------------------------------------------------------------------------------------------------
 
@@ -53,7 +59,7 @@ int copy_lanes(CopyShape shape, int row, int lanes[4]);
 void expand_chunk(CopyFormat format, const uint8_t source[16], uint8_t out[16]);
 // Shared memory is a K-major matrix of copy_rows rows and copy_row_chunks chunks; its addresses come from
 // matrix_chunks(descriptor, Major::kK, copy_rows(shape), copy_row_chunks(shape) * 16, 8, chunks).
-void copy_to_tmem(CopyShape shape, CopyFormat format, const uint8_t* shared, const uint32_t* chunks, uint32_t* tmem,
-                  int pitch);
+// `tmem` points at the word of the destination's (lane, column).
+void copy_to_tmem(CopyShape shape, CopyFormat format, const uint8_t* shared, const uint32_t* chunks, uint32_t* tmem);
 
 }  // namespace emulator
