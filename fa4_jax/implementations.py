@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-
 from fa4_jax.spec import AttentionSpec, Operands
 
 NAMES = ("fa4", "xla", "emulated")
