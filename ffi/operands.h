@@ -1,0 +1,98 @@
+// The vocabulary that handlers and manifest share: the arrays of a call by name, and the numbers
+// (dimensions and attributes) that kernels may ask for. kernels/abi.py holds the same tables for
+// the build; the manifest parser rejects a name that is missing here.
+
+#ifndef FA4_JAX_FFI_OPERANDS_H_
+#define FA4_JAX_FFI_OPERANDS_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "driver.h"
+
+namespace fa4_jax {
+
+enum class Operation { kForward, kBackwardPreprocess, kBackward, kBackwardPostprocess };
+
+enum class Operand {
+  kQuery,
+  kKey,
+  kValue,
+  kScale,
+  kQuerySeqLengths,
+  kKeyValueSeqLengths,
+  kQueryOffset,
+  kOut,
+  kLse,
+  kDout,
+  kDlse,
+  kDq,
+  kDk,
+  kDv,
+  kDqAccumulator,
+  kLseLog2,
+  kDelta,
+};
+constexpr size_t kNumOperands = static_cast<size_t>(Operand::kDelta) + 1;
+
+enum class Symbol { kB, kT, kS, kN, kK, kH, kHv, kTp, kHp, kWindowLeft, kWindowRight, kNumSms };
+constexpr size_t kNumSymbols = static_cast<size_t>(Symbol::kNumSms) + 1;
+
+constexpr int kMaxRank = 4;
+
+struct OperandInfo {
+  std::string_view name;
+  int rank;
+  std::array<Symbol, kMaxRank> dimensions;  // the first `rank`
+  // Absent: the call's own 16-bit type.
+  std::optional<ElementType> element_type;
+  bool optional;  // may be passed with shape [0]
+};
+
+const OperandInfo& Describe(Operand operand);
+std::string_view Name(Symbol symbol);
+std::string_view Name(Operation operation);
+std::string_view Name(ElementType type);  // "bf16", "f16", "f32", "s32"
+size_t Bytes(ElementType type);
+
+std::optional<Operand> FindOperand(std::string_view name);
+std::optional<Symbol> FindSymbol(std::string_view name);
+std::optional<Operation> FindOperation(std::string_view name);
+
+// One array of a call; `address` is null when an optional array is absent.
+struct Array {
+  ElementType element_type = ElementType::kBF16;
+  void* address = nullptr;
+  int rank = 0;
+  std::array<int64_t, kMaxRank> dimensions = {};
+  bool writable = false;
+
+  size_t bytes() const {
+    size_t bytes = Bytes(element_type);
+    for (int i = 0; i < rank; ++i) bytes *= static_cast<size_t>(dimensions[i]);
+    return bytes;
+  }
+};
+
+// All that a launch can be told about: what the handlers fill and the launcher reads.
+struct Call {
+  std::array<std::optional<Array>, kNumOperands> arrays;
+  std::array<int64_t, kNumSymbols> symbols = {};
+
+  int64_t& operator[](Symbol symbol) { return symbols[static_cast<size_t>(symbol)]; }
+  int64_t operator[](Symbol symbol) const { return symbols[static_cast<size_t>(symbol)]; }
+  std::optional<Array>& operator[](Operand operand) {
+    return arrays[static_cast<size_t>(operand)];
+  }
+  const std::optional<Array>& operator[](Operand operand) const {
+    return arrays[static_cast<size_t>(operand)];
+  }
+};
+
+}  // namespace fa4_jax
+
+#endif  // FA4_JAX_FFI_OPERANDS_H_
