@@ -1,0 +1,657 @@
+"""FlashAttention backward for Hopper: one CTA owns 128 keys of one kv head.
+
+It walks the queries that see its keys, head after head of the GQA group, recomputes the
+probabilities from ``lse`` and accumulates dK and dV in registers. dQ leaves as float32 partial
+sums, added in global memory by the bulk-copy engine (FlashAttention-2, arXiv 2307.08691, section
+3.1; warp specialisation after FlashAttention-3, arXiv 2407.08608).
+
+Scores are computed transposed, S^T = K Q^T, so that P^T and dS^T are already the register
+fragments that dV += P^T dO and dK += dS^T Q take as operand A. Only dQ = dS K needs dS in shared
+memory, because every key contributes to it.
+
+Threads: 3 warpgroups, setmaxnreg 24 / 240 / 240
+    warp 0       loads K, V once; Q, lse, dO, delta of every query tile
+    warp 1       adds dQ tiles to global memory
+    warps 4-7    consumer 0: keys   0-63 of the tile    ┐ S^T, dP^T, dV, dK of their keys;
+    warps 8-11   consumer 1: keys 64-127 of the tile    ┘ half of dQ each
+
+One query tile, in each consumer (wgmma groups in issue order, all in one in-order pipe):
+
+    S(i+1) is issued while tile i drains, so the tensor cores work through the exponentials
+    wait S ── P = exp2(S*scale - lse) ── wait dP ── dS = P (dP - delta) ── dS to shared ── barrier
+    dP(i)                                               dV(i)               dQ(i)  dK(i)  S(i+1)
+
+Barriers
+    key_full, value_full   producer -> consumers, once
+    query ring             2 stages of Q and lse; freed by consumers after dK
+    dout ring              2 stages of dO and delta; freed by consumers after dV
+    named DS               both consumers: dS of this tile is complete
+    named DQ_FULL + w      consumer w -> warp 1: its half of dQ is in shared memory
+    named DQ_EMPTY + w     warp 1 -> consumer w: it has been read
+
+Shared memory, bytes at head_dim 128 and 80 queries (128-byte swizzled 64-column blocks):
+    Q 2 x 20480, dO 2 x 20480, K 32768, V 32768, dS 2 x 20480, dQ 40960, lse and delta 4 x 320
+    dK and dV leave through K's and V's place.
+
+dQ accumulator (float32, ``[B, N, Tp, Hp]`` as far as size goes): per head, query tiles one after
+the other; a tile is ``parts`` blocks, each holding the 64 x n accumulator of one warpgroup as
+[n/8][thread][4], the order in which the registers lie. See :class:`AccumulatorLayout`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.experimental import cuda
+from cutlass.experimental import primitives as prims
+
+from .. import abi, masks, pipelines
+
+TILE_KEYS = 128
+CONSUMERS = 2  # warpgroups, 64 keys each
+STAGES = 2
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+BLOCK = 64  # columns of 16 bits in one 128-byte swizzle span
+NAMED_DS, NAMED_DQ_FULL, NAMED_DQ_EMPTY = 1, 2, 4  # the last two take two ids each
+DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
+MASKS = {kind.name: kind for kind in (masks.FULL, masks.CAUSAL, masks.WINDOW)}
+MN = OperandMajorMode.MN
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulatorLayout:
+    """How query tiles lie in the dQ accumulator; shared with the postprocess.
+
+    Attributes:
+      tile: queries of a tile.
+      transposed: the warpgroup's accumulator is dQ^T (64 columns of dQ x queries) because the
+        tile is no multiple of wgmma's 64 rows.
+      split_queries: a tile's two blocks are its query halves instead of its column halves.
+    """
+
+    tile: int
+    transposed: bool
+    split_queries: bool
+
+    @classmethod
+    def of(cls, head_dim: int, mask: str) -> AccumulatorLayout:
+        if head_dim == 64:
+            return cls(128, transposed=False, split_queries=True)
+        # 80 queries keep the tensor cores just ahead of shared memory; 64 waste less on a diagonal.
+        tile = 64
+        return cls(tile, transposed=tile % 64 != 0, split_queries=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one CTA does: the query tiles [tile_begin, tile_begin + tiles) of ``group`` heads.
+
+    In ``seen`` rows are keys and columns are queries.
+    """
+
+    batch: Int32
+    kv_head: Int32
+    group: Int32
+    first_key: Int32
+    tile_begin: Int32
+    tiles: Int32
+    seen: masks.Visibility
+
+
+class Backward:
+    """dK, dV and the dQ accumulator for one dtype, head dimension and mask kind.
+
+    Args:
+      dtype: "bf16" or "f16".
+      head_dim: 64 or 128; serves H, Hv <= head_dim in multiples of 8.
+      mask: "full", "causal" or "window".
+    """
+
+    def __init__(self, dtype: str, head_dim: int, mask: str):
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self.head_dim = head_dim
+        self.mask = mask
+        self.layout = AccumulatorLayout.of(head_dim, mask)
+        self.tile_m = self.layout.tile
+        self.threads = 128 * (1 + CONSUMERS)
+        self.blocks = head_dim // BLOCK
+        # dV can start before dS is computed where the registers for both P's are there.
+        self.early_dv = self.tile_m * head_dim <= 64 * 128 and head_dim == 128
+        # Floats of one warpgroup's block of a dQ tile.
+        self.dq_rows = 64 if self.layout.split_queries else self.tile_m
+        self.dq_block = self.dq_rows * 64
+
+    def declaration(self) -> abi.KernelSpec:
+        queries = (BLOCK, 1, self.tile_m, 1)
+        keys = (BLOCK, 1, TILE_KEYS, 1)
+        return abi.KernelSpec(
+            name=f"sm90_backward_{self.dtype_name}_h{self.head_dim}_{self.mask}",
+            architecture="sm_90a",
+            operation="backward",
+            select={"dtype": self.dtype_name, "head_dim": self.head_dim, "mask": self.mask},
+            threads=self.threads,
+            grid=(f"S/{TILE_KEYS}", "K", "B"),
+            params=(
+                abi.TensorMap("query", box=queries, swizzle=128),
+                abi.TensorMap("key", box=keys, swizzle=128),
+                abi.TensorMap("value", box=keys, swizzle=128),
+                abi.TensorMap("dout", box=queries, swizzle=128),
+                abi.TensorMap("lse_log2", box=(self.tile_m, 1, 1)),
+                abi.TensorMap("delta", box=(self.tile_m, 1, 1)),
+                abi.TensorMap("dk", box=(BLOCK, 1, 64, 1), swizzle=128),
+                abi.TensorMap("dv", box=(BLOCK, 1, 64, 1), swizzle=128),
+                abi.Pointer("dq_accumulator"),
+                abi.Pointer("scale"),
+                abi.Pointer("query_seq_lengths"),
+                abi.Pointer("key_value_seq_lengths"),
+                abi.Pointer("query_offset"),
+                *(abi.S32(s) for s in ("T", "S", "N", "K", "Tp", "Hp")),
+                abi.S32("window_left"),
+                abi.S32("window_right"),
+            ),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        query: cutlass.GridConstant[cuda.TensorMap],
+        key: cutlass.GridConstant[cuda.TensorMap],
+        value: cutlass.GridConstant[cuda.TensorMap],
+        dout: cutlass.GridConstant[cuda.TensorMap],
+        lse_log2: cutlass.GridConstant[cuda.TensorMap],
+        delta: cutlass.GridConstant[cuda.TensorMap],
+        dk: cutlass.GridConstant[cuda.TensorMap],
+        dv: cutlass.GridConstant[cuda.TensorMap],
+        dq_accumulator: cute.Pointer,
+        scale: cute.Pointer,
+        query_seq_lengths: cute.Pointer,
+        key_value_seq_lengths: cute.Pointer,
+        query_offset: cute.Pointer,
+        num_queries: Int32,
+        num_keys: Int32,
+        num_heads: Int32,
+        num_kv_heads: Int32,
+        padded_queries: Int32,
+        padded_head_dim: Int32,
+        window_left: Int32,
+        window_right: Int32,
+    ):
+        self.allocate()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            if prims.elect_sync():
+                for barrier in (self.key_full, self.value_full, self.scrub):
+                    prims.mbarrier_init(barrier, 1)
+                self.query_ring.init()
+                self.dout_ring.init()
+        prims.fence_mbarrier_init()
+        cute.arch.sync_threads()
+
+        block, _, _ = cute.arch.block_idx()
+        key_tiles = cute.ceil_div(num_keys, TILE_KEYS)
+        kv_head = block // key_tiles % num_kv_heads
+        batch = block // key_tiles // num_kv_heads
+        first_key = block % key_tiles * TILE_KEYS
+        group = num_heads // num_kv_heads
+        visibility = masks.Visibility.of_batch(
+            MASKS[self.mask],
+            batch,
+            num_queries,
+            num_keys,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            query_offset,
+            window_left,
+            window_right,
+        )
+        seen = visibility.transposed()
+        begin, end = seen.tiles(first_key, TILE_KEYS, self.tile_m)
+        work = Work(batch, kv_head, group, first_key, begin, end - begin, seen)
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load(
+                    work,
+                    (query, key, value, dout, lse_log2, delta),
+                    visibility.all_columns(),
+                    num_queries,
+                    num_keys,
+                )
+            if warp == 1:
+                heads = Int64(batch) * num_heads + kv_head * group
+                head_size = Int64(padded_queries) * padded_head_dim
+                self.reduce_dq(
+                    work, dq_accumulator + heads * head_size, padded_queries, padded_head_dim
+                )
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(work, dk, dv, cute.make_tensor(scale, cute.make_layout(1 << 30))[batch])
+
+    def allocate(self):
+        """Shared memory and barriers."""
+        smem = cutlass.memory.SmemAllocator()
+        m, h = self.tile_m, self.head_dim
+        self.query = smem.allocate_array(self.dtype, STAGES * m * h, byte_alignment=1024)
+        self.dout = smem.allocate_array(self.dtype, STAGES * m * h, byte_alignment=1024)
+        self.key = smem.allocate_array(self.dtype, TILE_KEYS * h, byte_alignment=1024)
+        self.value = smem.allocate_array(self.dtype, TILE_KEYS * h, byte_alignment=1024)
+        self.ds = smem.allocate_array(self.dtype, STAGES * m * TILE_KEYS, byte_alignment=1024)
+        self.dq = smem.allocate_array(Float32, CONSUMERS * self.dq_block, byte_alignment=128)
+        self.lse = smem.allocate_array(Float32, STAGES * m, byte_alignment=128)
+        self.delta = smem.allocate_array(Float32, STAGES * m, byte_alignment=128)
+        barriers = cutlass.Array(Int64, 3, space=cutlass.AddressSpace.smem, alignment=8)
+        self.key_full, self.value_full, self.scrub = (barriers.data_ptr() + i for i in range(3))
+        self.query_ring = pipelines.Ring(STAGES, CONSUMERS * 4)
+        self.dout_ring = pipelines.Ring(STAGES, CONSUMERS * 4)
+
+    # ---------------------------------------------------------------- warp 0
+
+    @cute.jit
+    def load(self, work: Work, tensor_maps, live_keys, num_queries: Int32, num_keys: Int32):
+        """Loads K, V, then Q, lse, dO, delta of every query tile of every head of the group.
+
+        What no query may look at is zeroed on the way, so that a NaN there meets no MMA.
+        """
+        query, key, value, dout, lse_log2, delta = tensor_maps
+        size = self.tile_m * self.head_dim
+        iterations = work.group * work.tiles
+        scrubs = Int32(0)
+        if iterations > 0:
+            begin, end = live_keys[0] - work.first_key, live_keys[1] - work.first_key
+            dirty = begin > 0 or (end < TILE_KEYS and work.first_key + end < num_keys)
+            at = (Int32(0), work.kv_head, work.first_key, work.batch)
+            bounds = (dirty, begin, end)
+            scrubs = self.load_tile(
+                self.key, key, at, self.key_full, bounds, scrubs, TILE_KEYS
+            )
+            scrubs = self.load_tile(
+                self.value, value, at, self.value_full, bounds, scrubs, TILE_KEYS
+            )
+        for i in cutlass.range(iterations, unroll=1):
+            head = work.kv_head * work.group + i // work.tiles
+            first_query = (work.tile_begin + i % work.tiles) * self.tile_m
+            end = work.seen.num_columns - first_query
+            dirty = end < self.tile_m and work.seen.num_columns < num_queries
+            at = (Int32(0), head, first_query, work.batch)
+            at_row = (first_query, head, work.batch)
+            bounds = (dirty, Int32(0), end)
+            stage = i % STAGES
+            rows = stage * self.tile_m
+
+            self.query_ring.acquire(i)
+            self.load_row(self.lse + rows, lse_log2, at_row, self.query_ring.full(i))
+            scrubs = self.load_tile(
+                self.query + stage * size, query, at, self.query_ring.full(i), bounds, scrubs,
+                self.tile_m,
+            )  # fmt: skip
+            self.dout_ring.acquire(i)
+            self.load_row(self.delta + rows, delta, at_row, self.dout_ring.full(i))
+            scrubs = self.load_tile(
+                self.dout + stage * size, dout, at, self.dout_ring.full(i), bounds, scrubs,
+                self.tile_m,
+            )  # fmt: skip
+
+    @cute.jit
+    def load_row(self, destination, tensor_map, coordinates, full):
+        """Loads tile_m floats; announces their bytes, but leaves the arrival to the tile's load."""
+        if prims.elect_sync():
+            prims.mbarrier_expect_tx(full, self.tile_m * 4)
+            prims.cp_async_bulk_tensor_shared_cta_global(
+                destination, tensor_map.get_ptr(), coordinates, full
+            )
+
+    @cute.jit
+    def load_tile(
+        self,
+        destination,
+        tensor_map,
+        coordinates,
+        full,
+        bounds,
+        scrubs: Int32,
+        rows: cutlass.Constexpr[int],
+    ) -> Int32:
+        """Loads ``rows`` rows and arrives on ``full``.
+
+        Args:
+          bounds: (dirty, begin, end); if dirty, rows outside [begin, end) are zeroed first.
+          scrubs: number of dirty loads so far, which gives the phase of the scrub barrier.
+
+        Returns:
+          ``scrubs`` after this load.
+        """
+        dirty, begin, end = bounds
+        boxes = (self.blocks, BLOCK, rows)
+        if dirty:
+            pipelines.load_boxes(destination, tensor_map.get_ptr(), self.scrub, coordinates, *boxes)
+            pipelines.wait(self.scrub, scrubs & 1)
+            head = cutlass.max(cutlass.min(begin, Int32(rows)), Int32(0))
+            tail = cutlass.max(cutlass.min(end, Int32(rows)), Int32(0))
+            pipelines.zero_rows(destination, Int32(0), head, *boxes)
+            pipelines.zero_rows(destination, tail, Int32(rows), *boxes)
+            if prims.elect_sync():
+                prims.mbarrier_arrive(full)
+            scrubs = scrubs + 1
+        else:
+            pipelines.load_boxes(destination, tensor_map.get_ptr(), full, coordinates, *boxes)
+        return scrubs
+
+    # ---------------------------------------------------------------- warp 1
+
+    @cute.jit
+    def reduce_dq(
+        self, work: Work, accumulator, padded_queries: Int32, padded_head_dim: Int32
+    ):
+        """Adds each consumer's block of each dQ tile to the accumulator of its head."""
+        for i in cutlass.range(work.group * work.tiles, unroll=1):
+            first_query = (work.tile_begin + i % work.tiles) * self.tile_m
+            row = Int64(i // work.tiles) * padded_queries + first_query
+            tile = accumulator + row * padded_head_dim
+            # The last tile of 80 may reach past the padded length: its blocks are shorter.
+            rows = cutlass.min(Int32(self.dq_rows), padded_queries - first_query)
+            for w in cutlass.range_constexpr(CONSUMERS):
+                cute.arch.cp_async_bulk_wait_group(CONSUMERS - 1 - w, read=True)
+                cute.arch.barrier_arrive(
+                    barrier_id=NAMED_DQ_EMPTY + w, number_of_threads=128 + 32
+                )
+            for w in cutlass.range_constexpr(CONSUMERS):
+                cute.arch.barrier(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128 + 32)
+                if self.layout.split_queries or w * 64 < padded_head_dim:
+                    if prims.elect_sync():
+                        prims.cp_reduce_async_bulk_global_shared_cta(
+                            tile + w * rows * 64,
+                            self.dq + w * self.dq_block,
+                            rows * (64 * 4),
+                            type=prims.CpReduceType.F32,
+                        )
+                cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    # ---------------------------------------------------------------- consumers
+
+    def tile(self, pointer, rows: int, columns: int, transposed: bool = False) -> cute.Tensor:
+        """A rows x columns tile of 64-column blocks as a swizzled tensor."""
+        swizzled = cute.recast_ptr(pointer, cute.make_swizzle(3, 4, 3), dtype=self.dtype)
+        shape, stride = (rows, (BLOCK, columns // BLOCK)), (BLOCK, (1, rows * BLOCK))
+        if transposed:
+            shape, stride = shape[::-1], stride[::-1]
+        return cute.make_tensor(swizzled, cute.make_layout(shape, stride=stride))
+
+    @cute.jit
+    def mma(
+        self,
+        acc,
+        a,
+        b,
+        a_major: cutlass.Constexpr = OperandMajorMode.K,
+        b_major: cutlass.Constexpr = OperandMajorMode.K,
+        zero: cutlass.Constexpr[bool] = False,
+    ):
+        """Issues acc (+)= a b^T as one wgmma group of this warpgroup.
+
+        Args:
+          acc: accumulator of 64 x N.
+          a: 64 x K in shared memory, or a register fragment of it.
+          b: N x K in shared memory.
+          zero: overwrite the accumulator instead of adding to it.
+        """
+        in_shared = a.memspace == cute.AddressSpace.smem
+        source = warpgroup.OperandSource.SMEM if in_shared else warpgroup.OperandSource.RMEM
+        shape = (64, cute.size(b, mode=[0]), 16)
+        op = cute.make_tiled_mma(
+            warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, source, a_major, b_major)
+        )
+        thread = op.get_slice(0)
+        if cutlass.const_expr(in_shared):
+            a = thread.make_fragment_A(thread.partition_A(a))
+        b = thread.make_fragment_B(thread.partition_B(b))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(b, mode=[2])):
+            op.set(warpgroup.Field.ACCUMULATE, not zero or k > 0)
+            cute.gemm(op, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    def accumulator(self, n: int) -> cute.Tensor:
+        """Registers of a 64 x n accumulator."""
+        return cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, n // 8), 1, 1), stride=((1, 2, 4), 0, 0)), Float32
+        )
+
+    def flat(self, fragment: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+
+    def operand_a(self, acc: cute.Tensor) -> cute.Tensor:
+        """The accumulator rounded to 16 bits, as register operand A of a following MMA."""
+        n = cute.size(acc) // 8
+        operand = cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, n), stride=((1, 2, 4), 0, 8)), self.dtype
+        )
+        self.flat(operand).store(self.flat(acc).load().to(self.dtype))
+        return operand
+
+    @cute.jit
+    def consume(self, work: Work, dk, dv, scale: Float32):
+        """The MMAs and the softmax gradient of 64 keys, then their dK and dV."""
+        m, h = self.tile_m, self.head_dim
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        w = warp // 4 - 1
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % 128
+        row, column = masks.fragment_origin(thread)
+
+        k_rows = self.tile(self.key + w * (64 * BLOCK), TILE_KEYS, h)  # this warpgroup's 64 are first
+        k_rows = cute.local_tile(k_rows, (64, h), (0, 0))
+        v_rows = cute.local_tile(self.tile(self.value + w * (64 * BLOCK), TILE_KEYS, h), (64, h), (0, 0))
+        acc_s, acc_dp = self.accumulator(m), self.accumulator(m)
+        acc_dk, acc_dv = self.accumulator(h), self.accumulator(h)
+        acc_dk.fill(0.0)
+        acc_dv.fill(0.0)
+
+        # Masked scores are set to what exp2 turns into 0, whatever the sign of the scale. A scale
+        # of 0 must not make NaN of that infinity; 1e-30 leaves every finite score at 0.
+        negative = scale < 0.0
+        hidden = Float32(cutlass.select_(negative, Float32(math.inf), Float32(-math.inf)))
+        scale_log2 = Float32(
+            cutlass.select_(scale == 0.0, Float32(1e-30), scale * LOG2_E)
+        )
+
+        scaling = (scale_log2, hidden)
+        full_begin, full_end = work.seen.unmasked_tiles(work.first_key, TILE_KEYS, m)
+        if work.first_key + TILE_KEYS > work.seen.num_rows:
+            full_end = full_begin
+        bounds = (full_begin, full_end)
+        origin = (work.first_key + w * 64 + row, column)
+        iterations = work.group * work.tiles
+        if iterations > 0:
+            pipelines.wait(self.key_full, Int32(0))
+            pipelines.wait(self.value_full, Int32(0))
+            self.start_scores(Int32(0), k_rows, acc_s)
+            self.start_dp(Int32(0), v_rows, acc_dp)
+            warpgroup.wait_group(1)  # S
+            self.probabilities(work, Int32(0), acc_s, bounds, scaling, origin)
+            warpgroup.wait_group(0)  # dP
+            for i in cutlass.range(iterations - 1, unroll=1):
+                self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                self.start_scores(i + 1, k_rows, acc_s)
+                warpgroup.wait_group(1)  # dK
+                self.query_ring.release(i)
+                self.start_dp(i + 1, v_rows, acc_dp)
+                warpgroup.wait_group(1)  # S
+                self.probabilities(work, i + 1, acc_s, bounds, scaling, origin)
+                warpgroup.wait_group(0)  # dP
+            self.gradients(
+                work, iterations - 1, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin
+            )
+            warpgroup.wait_group(0)
+
+        # Both warpgroups must be done with K before dK takes its place.
+        cute.arch.barrier(barrier_id=NAMED_DS, number_of_threads=CONSUMERS * 128)
+        for i in cutlass.range_constexpr(2):
+            acc, factor = ((acc_dv, Float32(1.0)), (acc_dk, scale))[i]
+            values = self.flat(acc)
+            for half in cutlass.range_constexpr(2):
+                live = work.first_key + w * 64 + row + 8 * half < work.seen.num_rows
+                for x in cutlass.range_constexpr(cute.size(values)):
+                    if cutlass.const_expr(x // 2 % 2 == half):
+                        values[x] = Float32(
+                            cutlass.select_(live, values[x] * factor, Float32(0.0))
+                        )
+            place = (self.value, self.key)[i] + w * (64 * BLOCK)
+            self.store_rows(self.operand_a(acc), place, thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128)
+        if warp % 4 == 0:
+            if prims.elect_sync():
+                for i in cutlass.range_constexpr(2):
+                    for block in cutlass.range_constexpr(self.blocks):
+                        prims.cp_async_bulk_tensor_global_shared_cta(
+                            (dv, dk)[i].get_ptr(),
+                            (self.value, self.key)[i] + (block * TILE_KEYS + w * 64) * BLOCK,
+                            (Int32(block * BLOCK), work.kv_head, work.first_key + w * 64, work.batch),
+                        )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def start_scores(self, i: Int32, k_rows, acc_s):
+        """S^T of iteration i."""
+        self.query_ring.wait_full(i)
+        q_pointer = self.query + i % STAGES * (self.tile_m * self.head_dim)
+        self.mma(acc_s, k_rows, self.tile(q_pointer, self.tile_m, self.head_dim), zero=True)
+
+    @cute.jit
+    def start_dp(self, i: Int32, v_rows, acc_dp):
+        """dP^T of iteration i."""
+        self.dout_ring.wait_full(i)
+        do_pointer = self.dout + i % STAGES * (self.tile_m * self.head_dim)
+        self.mma(acc_dp, v_rows, self.tile(do_pointer, self.tile_m, self.head_dim), zero=True)
+
+    def row_values(self, buffer, i: Int32, column: Int32) -> cute.Tensor:
+        """This thread's (2, m / 8) values of the row statistics of iteration i."""
+        return cute.make_tensor(
+            buffer + (i % STAGES * self.tile_m + column),
+            cute.make_layout((2, self.tile_m // 8), stride=(1, 8)),
+        )
+
+    @cute.jit
+    def probabilities(self, work: Work, i: Int32, acc_s, bounds, scaling, origin):
+        """S^T becomes P^T in place."""
+        scale_log2, hidden = scaling
+        tile = work.tile_begin + i % work.tiles
+        lse = self.row_values(self.lse, i, origin[1])
+        p = self.flat(acc_s)
+        if tile < bounds[0] or tile >= bounds[1]:
+            self.hide(p, work.seen, origin[0], tile * self.tile_m + origin[1], hidden)
+        for x in cutlass.range_constexpr(cute.size(p)):
+            p[x] = cute.math.exp2(p[x] * scale_log2 - lse[x % 2, x // 4], fastmath=True)
+
+    @cute.jit
+    def gradients(self, work: Work, i: Int32, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin):
+        """dV, dS and dQ of iteration i from P^T and dP^T; dK is left in flight."""
+        m, h = self.tile_m, self.head_dim
+        stage = i % STAGES
+        q_columns = self.tile(self.query + stage * (m * h), m, h, transposed=True)
+        do_columns = self.tile(self.dout + stage * (m * h), m, h, transposed=True)
+        ds_pointer = self.ds + stage * (m * TILE_KEYS)
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % 128
+        w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+
+        if cutlass.const_expr(self.early_dv):
+            self.mma(acc_dv, self.operand_a(acc_s), do_columns, b_major=MN)
+        delta = self.row_values(self.delta, i, origin[1])
+        p, ds = self.flat(acc_s), self.flat(acc_dp)
+        for x in cutlass.range_constexpr(cute.size(p)):
+            ds[x] = p[x] * (ds[x] - delta[x % 2, x // 4])
+        tile = work.tile_begin + i % work.tiles
+        if tile < bounds[0] or tile >= bounds[1]:  # a hidden pair's dP may be infinite
+            self.hide(ds, work.seen, origin[0], tile * m + origin[1], Float32(0.0))
+        ds16 = self.operand_a(acc_dp)
+        self.store_transposed(ds16, ds_pointer + w * (m * BLOCK), thread)
+        if cutlass.const_expr(not self.early_dv):
+            self.mma(acc_dv, self.operand_a(acc_s), do_columns, b_major=MN)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=NAMED_DS, number_of_threads=CONSUMERS * 128)
+
+        acc_dq = self.accumulator(m if self.layout.transposed else 64)
+        ds_rows = self.tile(ds_pointer, m, TILE_KEYS)
+        if cutlass.const_expr(self.layout.split_queries):
+            ds_rows = self.tile(ds_pointer + w * (64 * BLOCK), m, TILE_KEYS)
+            ds_rows = cute.local_tile(ds_rows, (64, TILE_KEYS), (0, 0))
+            k_columns = self.tile(self.key, TILE_KEYS, h, transposed=True)
+            self.mma(acc_dq, ds_rows, k_columns, b_major=MN, zero=True)
+        else:
+            k_columns = self.tile(self.key + w * (TILE_KEYS * BLOCK), TILE_KEYS, BLOCK, True)
+            if cutlass.const_expr(self.layout.transposed):
+                self.mma(acc_dq, k_columns, ds_rows, a_major=MN, zero=True)
+            else:
+                self.mma(acc_dq, ds_rows, k_columns, b_major=MN, zero=True)
+        self.mma(acc_dk, ds16, q_columns, b_major=MN)
+        warpgroup.wait_group(1)  # dV, dQ
+        self.dout_ring.release(i)
+
+        cute.arch.barrier(barrier_id=NAMED_DQ_EMPTY + w, number_of_threads=128 + 32)
+        place = cute.make_tensor(
+            self.dq + (w * self.dq_block + thread * 4),
+            cute.make_layout((4, self.dq_block // 512), stride=(1, 512)),
+        )
+        cute.autovec_copy(cute.make_tensor(acc_dq.iterator, cute.make_layout(place.shape)), place)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128 + 32)
+
+    def hide(self, fragment, seen, key: Int32, query: Int32, fill: Float32):
+        """Sets the elements of S^T that are no visible (key, query) pair."""
+        seen.mask_fragment(fragment, key, query, fill)
+        for half in range(2):
+            dead = key + 8 * half >= seen.num_rows
+            for x in range(cute.size(fragment)):
+                if x // 2 % 2 == half:
+                    fragment[x] = Float32(cutlass.select_(dead, fill, fragment[x]))
+
+    @cute.jit
+    def store_transposed(self, operand, place, thread: Int32):
+        """dS^T fragment (64 keys x m queries) to rows of queries, 64 keys each, at ``place``.
+
+        Lane l of a warp addresses one row of 8x8 matrix l // 8: queries 8 (l // 16) + l % 8,
+        16-byte piece 2 warp + (l // 8) % 2 of the row, swizzled with the row's number modulo 8.
+        """
+        lane, warp = thread % 32, thread // 32
+        piece = (2 * warp + lane // 8 % 2) ^ (lane % 8)
+        place = place + ((lane // 16 * 8 + lane % 8) * BLOCK + piece * 8)
+        words = cute.recast_tensor(self.flat(operand), Int32)
+        for j in cutlass.range_constexpr(self.tile_m // 16):
+            prims.stmatrix(
+                place + j * (16 * BLOCK), [words[4 * j + x] for x in range(4)], prims.MMALayout.COL
+            )
+
+    @cute.jit
+    def store_rows(self, operand, place, thread: Int32):
+        """64 x h fragment to rows of a K-major tile of TILE_KEYS rows at ``place``.
+
+        Lane l addresses row 16 warp + 8 ((l // 8) % 2) + l % 8, and of each pair of 16-byte
+        pieces number l // 16.
+        """
+        lane, warp = thread % 32, thread // 32
+        place = place + (warp * 16 + lane // 8 % 2 * 8 + lane % 8) * BLOCK
+        first = (lane // 16) ^ (lane % 8)
+        words = cute.recast_tensor(self.flat(operand), Int32)
+        for j in cutlass.range_constexpr(self.head_dim // 16):
+            offset = (first ^ (2 * j % 8)) * 8 + j // 4 * (TILE_KEYS * BLOCK)
+            prims.stmatrix(
+                place + offset, [words[4 * j + x] for x in range(4)], prims.MMALayout.ROW
+            )
+
+
+def variants() -> list[Backward]:
+    return [
+        Backward(dtype, head_dim, mask)
+        for dtype in DTYPES
+        for head_dim in (64, 128)
+        for mask in MASKS
+    ]
