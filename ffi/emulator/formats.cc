@@ -173,8 +173,11 @@ uint32_t encode(Format format, double value, EncodeMode mode) {
 
   int exponent = static_cast<int>(as_bits(magnitude) >> 52) - 1023;
   if (exponent < 1 - layout.bias) exponent = 1 - layout.bias;
+  // Beyond every format's range; clamped so that the code below cannot wrap.
+  const bool huge = exponent > 200;
+  if (huge) exponent = 200;
   // In units of the last place, exactly: 0 <= steps < 2^(mantissa + 1). A double subnormal is far below any format here.
-  const double steps = magnitude * power_of_two(layout.mantissa - exponent);
+  const double steps = huge ? 1.0 : magnitude * power_of_two(layout.mantissa - exponent);
   const double floor = std::floor(steps);
   const double fraction = steps - floor;
   bool up = false;

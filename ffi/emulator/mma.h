@@ -44,9 +44,10 @@ void multiply_accumulate(int m, int n, int k, const MmaOperand& a, const MmaOper
                          Accumulation accumulation);
 
 // FP4 with block scales (kind::mxf4, mxf4nvf4): dot products of 16 elements are exact, then scaled by scale_a[m][k/16] *
-// scale_b[k/16][n] (repeat the scale for blocks of 32), aligned and summed with 35 fraction bits.
+// scale_b[k/16][n] (repeat the scale for blocks of 32), aligned and summed with 35 fraction bits. `scale` is UE8M0 or
+// UE4M3.
 void multiply_accumulate_block_scaled(int m, int n, int k, const float* a, const float* b, const float* scale_a,
-                                      const float* scale_b, float* d, bool accumulate);
+                                      const float* scale_b, Format scale, float* d, bool accumulate);
 
 // Integers (kind::i8, mma.s8): exact, wraps unless saturate.
 void multiply_accumulate_i32(int m, int n, int k, const int32_t* a, const int32_t* b, int32_t* d, bool accumulate,
@@ -88,8 +89,8 @@ struct MmaSyncSpec {
   int m = 16, n = 8, k = 16;
   Format a = Format::kF16, b = Format::kF16, c = Format::kF32, d = Format::kF32;  // + S8/U8 with S32
   bool saturate = false;
-  int a_registers() const { return m * k * bits_of(a) / 1024; }
-  int b_registers() const { return n * k * bits_of(b) / 1024; }
+  int a_registers() const;  // operands narrower than 8 bits take 8
+  int b_registers() const;
   int c_registers() const { return m * n * bits_of(c) / 1024; }
   int d_registers() const { return m * n * bits_of(d) / 1024; }
 };
@@ -111,15 +112,19 @@ struct CtaMemory {
 struct Tcgen05Mma {
   InstructionDescriptor instruction;
   int cta_group = 1;
-  int scales_per_row = 0;         // 0 unless block scaled: 1, 2, 4 (or 3, 6 when k == 96)
+  int scale_block = 0;            // elements per scale, 16 or 32; 0 unless block scaled
   bool a_in_tmem = false;
-  uint32_t a_tmem = 0;
+  uint32_t a_tmem = 0;            // tensor-memory addresses: lane << 16 | column
   MatrixDescriptor a, b;          // the same offsets in both CTAs of a pair
   uint32_t d_tmem = 0, scale_a_tmem = 0, scale_b_tmem = 0;
   bool accumulate = false;        // enable-input-d
   int scale_input_d = 0;          // D is multiplied by 2^-scale_input_d first (f16 and tf32 kinds)
-  uint32_t disabled_lanes[8] = {};  // disable-output-lane: 128 or 256 bits
+  uint32_t disabled_lanes[8] = {};  // disable-output-lane: 4 words for each CTA
 };
+
+// The elements per scale that a mnemonic's qualifier means for a kind ("1X", "2X", "4X", "block16", "block32", or "" for
+// the default). 0 if the combination is illegal.
+int scale_block_of(MmaKind kind, const char* qualifier);
 
 // A rectangle of one CTA's tensor memory (lanes may be several quarters).
 struct TmemRange { int cta, lane, lanes, column, columns; };
@@ -138,7 +143,7 @@ int shared_chunks_b(const Tcgen05Mma& op, uint32_t* out);
 // Executes the product. ctas[0] is the CTA of even rank in a pair (or the only one), ctas[1] its peer.
 void tcgen05_mma(const Tcgen05Mma& op, const CtaMemory* ctas);
 
-// Tensor-memory lane and column of D(row, column), and the CTA that holds it.
+// Tensor-memory lane and column of D(row, column), relative to the address's, and the CTA of the group that holds it.
 struct TmemCell { int cta, lane, column; };
 TmemCell tcgen05_d_cell(int m, int n, int cta_group, int row, int column);
 
