@@ -110,7 +110,9 @@ def zero_rows(
     """
     words = box_columns // 2  # 32-bit words of a row of one block
     lane = cute.arch.lane_idx()
-    base = cute.recast_ptr(cute.make_ptr(tile.dtype, tile.toint(), cute.AddressSpace.smem), dtype=Int32)
+    base = cute.recast_ptr(
+        cute.make_ptr(tile.dtype, tile.toint(), cute.AddressSpace.smem), dtype=Int32
+    )
     memory = cute.make_tensor(base, cute.make_layout(num_boxes * box_rows * words))
     for box in cutlass.range_constexpr(num_boxes):
         first = box * box_rows * words

@@ -5,60 +5,50 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Int32
-
-# Keys and values that one section of heads may occupy in the L2 cache (50 MB on H100 and H200,
-# half of it near each SM), leaving room for what streams through.
-SECTION_BYTES = 16 * 2**20
+from cutlass import Boolean, Int32
 
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
-    """Static order of the ``row_tiles x num_heads`` tiles of a grid of ``num_ctas`` CTAs.
+    """Static assignment of ``row_tiles x num_heads`` tiles to the CTAs of a grid.
 
-    Heads (of all batch elements, numbered batch-major) are split into sections small enough that
-    the keys and values of one stay in L2. Within a section row tiles descend, so that under a
-    causal mask the longest come first, and heads vary fastest. In round r CTA c takes position
-    ``r * num_ctas + c``, or, in odd rounds, ``r * num_ctas + (num_ctas - 1 - c)``: going back
-    and forth evens out the decline of tile lengths within a round.
+    CTA c takes items c, c + num_ctas, ... of a list with the tiles of one head next to each other,
+    so that CTAs at work together share keys and values in the L2 cache. An item is a row tile, or,
+    under a causal mask, the pair of row tiles j and row_tiles - 1 - j: their lengths add up to the
+    same for every j, which balances the CTAs without a counter in memory. (Longest-first orders
+    balance better, but only if they mix many heads, whose keys and values then fall out of L2.)
 
-    Attributes (traced Int32):
-      row_tiles: row tiles per head.
-      num_heads: heads times batch elements.
-      section: heads per section.
+    Attributes:
+      paired: whether an item is a pair; two steps an item then.
+      row_tiles: row tiles per head (traced, like the rest).
+      num_heads: heads times batch elements, numbered batch-major.
       num_ctas: CTAs in the grid.
       cta: this CTA.
     """
 
+    paired: bool
     row_tiles: Int32
     num_heads: Int32
-    section: Int32
     num_ctas: Int32
     cta: Int32
 
-    def num_rounds(self) -> Int32:
-        return (self.row_tiles * self.num_heads + self.num_ctas - 1) // self.num_ctas
+    def items_per_head(self) -> Int32:
+        return (self.row_tiles + 1) // 2 if self.paired else self.row_tiles
 
-    def position(self, round_: Int32) -> Int32:
-        """Position in the order; may be past the end in the last round."""
-        turned = self.num_ctas - 1 - self.cta
-        cta = cutlass.select_(round_ % 2 == 0, self.cta, turned)
-        return round_ * self.num_ctas + cta
+    def num_steps(self) -> Int32:
+        """Steps of this CTA."""
+        items = self.items_per_head() * self.num_heads
+        rounds = (items - self.cta + (self.num_ctas - 1)) // self.num_ctas
+        return 2 * rounds if self.paired else rounds
 
-    def tile(self, position: Int32) -> tuple[Int32, Int32]:
-        """(row tile, head) at a position."""
-        first_head = position // (self.section * self.row_tiles) * self.section
-        width = cutlass.min(self.section, self.num_heads - first_head)
-        within = position - first_head * self.row_tiles
-        row_tile = self.row_tiles - 1 - within // width
-        return row_tile, first_head + within % width
-
-
-def section_heads(head_bytes: Int32, group: Int32) -> Int32:
-    """Query heads per section, a multiple of the group that shares one key/value head.
-
-    Args:
-      head_bytes: bytes of keys and values of one key/value head.
-      group: query heads per key/value head.
-    """
-    return cutlass.max(Int32(SECTION_BYTES) // cutlass.max(head_bytes, Int32(1)), Int32(1)) * group
+    def tile(self, step: Int32) -> tuple[Int32, Int32, Boolean]:
+        """(row tile, head, whether there is one) of a step; the longer tile of a pair first."""
+        round_ = step // 2 if self.paired else step
+        item = round_ * self.num_ctas + self.cta
+        head, j = item // self.items_per_head(), item % self.items_per_head()
+        longer = self.row_tiles - 1 - j
+        if not self.paired:
+            return longer, head, Boolean(True)
+        first = step % 2 == 0
+        # The middle one of an odd number is its own partner.
+        return Int32(cutlass.select_(first, longer, j)), head, first | (j != longer)

@@ -97,7 +97,9 @@ class OnlineSoftmax:
             total = quad_reduce(self.total[row], lambda a, b: a + b)
             empty = total == 0.0
             inverse = cute.arch.rcp_approx(total)
-            lse = (self.maximum[row] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+            lse = (
+                self.maximum[row] * self.scale_log2 + cute.math.log2(total, fastmath=True)
+            ) * LN_2
             results.append(
                 (
                     Float32(cutlass.select_(empty, Float32(0.0), inverse)),
