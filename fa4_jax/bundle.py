@@ -21,11 +21,13 @@ _NATIVE = pathlib.Path(__file__).resolve().parent / "_native"
 _LIBRARY = "libfa4_jax.so"
 _MANIFEST_HEADER = "fa4_jax-bundle 1"
 
-# FFI target -> stem of the library's handler symbols, Fa4Jax<stem><platform><stage>.
+# FFI target -> stem of the library's handler symbols, Fa4Jax<stem><platform><Stage>.
 _HANDLERS = {"fa4_jax.forward.v1": "Forward", "fa4_jax.backward.v1": "Backward"}
-# jax.ffi platform -> part of the symbol.
-_PLATFORMS = {"CUDA": "Cuda", "cpu": "Emulated"}
-_STAGES = {"initialize": "Initialize", "execute": "Execute"}
+# jax.ffi platform -> stage -> the rest of the symbol. XLA's CPU client runs no initialize stage.
+_STAGES = {
+    "CUDA": {"initialize": "CudaInitialize", "execute": "CudaExecute"},
+    "cpu": {"execute": "EmulatedExecute"},
+}
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None  # set when every target is registered
@@ -161,11 +163,11 @@ def library() -> ctypes.CDLL:
             if error is not None:
                 raise BundleError(error.decode())
             for target, stem in _HANDLERS.items():
-                for platform, part in _PLATFORMS.items():
-                    stages = {
-                        stage: jax.ffi.pycapsule(getattr(loaded, f"Fa4Jax{stem}{part}{suffix}"))
-                        for stage, suffix in _STAGES.items()
+                for platform, stages in _STAGES.items():
+                    handlers = {
+                        stage: jax.ffi.pycapsule(getattr(loaded, f"Fa4Jax{stem}{suffix}"))
+                        for stage, suffix in stages.items()
                     }
-                    jax.ffi.register_ffi_target(target, stages, platform=platform)
+                    jax.ffi.register_ffi_target(target, handlers, platform=platform)
             _library = loaded
         return _library

@@ -11,6 +11,8 @@
 // Three launches: preprocess (delta, lse_log2, a zeroed dq_accumulator), the gradients themselves,
 // postprocess (dq_accumulator to dq).
 
+#include <utility>
+
 #include "arguments.h"
 #include "runtime.h"
 
@@ -86,4 +88,4 @@ auto Bind(Binding binding) {
 }  // namespace
 }  // namespace fa4_jax
 
-FA4_JAX_DEFINE_HANDLERS(Backward, fa4_jax::Backward, fa4_jax::Bind)
+FA4_JAX_DEFINE_HANDLERS(Backward, fa4_jax::Backward, fa4_jax::Bind);

@@ -8,6 +8,8 @@
 //
 // The two 16-bit types make query, key, value and out AnyBuffers; all else is declared.
 
+#include <utility>
+
 #include "arguments.h"
 #include "runtime.h"
 
@@ -61,4 +63,4 @@ auto Bind(Binding binding) {
 }  // namespace
 }  // namespace fa4_jax
 
-FA4_JAX_DEFINE_HANDLERS(Forward, fa4_jax::Forward, fa4_jax::Bind)
+FA4_JAX_DEFINE_HANDLERS(Forward, fa4_jax::Forward, fa4_jax::Bind);

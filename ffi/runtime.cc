@@ -1,6 +1,5 @@
 #include "runtime.h"
 
-#include <memory>
 #include <mutex>
 #include <string>
 
@@ -12,9 +11,9 @@ namespace ffi = xla::ffi;
 struct Runtime {
   std::mutex mutex;
   Bundle bundle;
-  bool open = false;
   // Created with the bundle and never destroyed: XLA may still run while the process ends.
-  KernelStore* stores[2] = {};
+  KernelStore* cuda = nullptr;
+  KernelStore* emulated = nullptr;
 };
 
 Runtime& GetRuntime() {
@@ -25,20 +24,17 @@ Runtime& GetRuntime() {
 Status OpenBundle(const std::string& directory) {
   Runtime& runtime = GetRuntime();
   std::lock_guard<std::mutex> lock(runtime.mutex);
-  if (runtime.open) return Status::Error("a bundle is already open");
+  if (runtime.cuda != nullptr) return Status::Error("a bundle is already open");
   FA4_JAX_RETURN_IF_ERROR(Bundle::Open(directory, &runtime.bundle));
-  runtime.stores[static_cast<int>(Platform::kCuda)] =
-      new KernelStore(CudaDriver(), runtime.bundle);
-  runtime.stores[static_cast<int>(Platform::kEmulated)] =
-      new KernelStore(EmulatedDriver(), runtime.bundle);
-  runtime.open = true;
+  runtime.cuda = new KernelStore(CudaDriver(), runtime.bundle);
+  runtime.emulated = new KernelStore(EmulatedDriver(), runtime.bundle);
   return Status();
 }
 
-KernelStore* FindStore(Platform platform) {
+KernelStore* FindStore(Mode mode) {
   Runtime& runtime = GetRuntime();
   std::lock_guard<std::mutex> lock(runtime.mutex);
-  return runtime.stores[static_cast<int>(platform)];
+  return mode == Mode::kLoadAndLaunch ? runtime.emulated : runtime.cuda;
 }
 
 ffi::Error ToError(ffi::ErrorCode code, const Status& status) {
@@ -50,7 +46,7 @@ ffi::Error ToError(ffi::ErrorCode code, const Status& status) {
 ffi::Error Run(const Context& context, const Status& checked, Arguments& arguments,
                std::initializer_list<Operation> operations) {
   if (!checked.ok()) return ToError(ffi::ErrorCode::kInvalidArgument, checked);
-  KernelStore* store = FindStore(context.platform);
+  KernelStore* store = FindStore(context.mode);
   if (store == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                       "fa4_jax: no bundle is open; import fa4_jax and call it once first");
@@ -59,12 +55,12 @@ ffi::Error Run(const Context& context, const Status& checked, Arguments& argumen
   for (Operation operation : operations) {
     KernelRequest request{operation, arguments.dtype(), arguments.head_dim(),
                           MaskKindOf(call[Symbol::kWindowLeft], call[Symbol::kWindowRight])};
-    if (context.stage == ffi::ExecutionStage::kInitialize) {
+    if (context.mode != Mode::kLaunch) {
       if (Status status = store->Load(context.device, request); !status.ok()) {
         return ToError(ffi::ErrorCode::kFailedPrecondition, status);
       }
-      continue;
     }
+    if (context.mode == Mode::kLoad) continue;
     const LoadedKernel* kernel;
     Status status = store->Get(context.device, request, &kernel);
     if (status.ok()) status = Launch(store->driver(), *kernel, call, context.stream);
