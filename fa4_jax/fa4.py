@@ -1,0 +1,545 @@
+"""Attention on the CUDA kernels, as a citizen of every JAX transform.
+
+The typed custom calls of :mod:`fa4_jax.custom_calls` know nothing but arrays. This module wraps
+them, from the outside in, in
+
+* ``custom_vjp`` whose forward rule names output and log-sum-exp "context" for ``jax.checkpoint``,
+* ``custom_vmap``: a mapped axis is folded into the batch of one kernel launch,
+* ``custom_partitioning`` with a Shardy rule: batch, head and query-sequence axes stay sharded,
+* ``platform_dependent``: one lowered program runs the kernels on CUDA and :mod:`fa4_jax.xla`
+  elsewhere, where the caller allows that.
+
+Inside ``shard_map`` the partitioning step lowers to nothing. Forward-mode and second-order
+differentiation raise ``NotImplementedError``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fa4_jax import custom_calls, xla
+from fa4_jax.spec import AttentionSpec, Operands
+
+# Stands for a traced scale of exactly 0 where its gradient is wanted: the kernels multiply dq by
+# the scale, and the gradient of the scale divides by it again. Small enough to change no
+# probability at the precision of the type, large enough that dq does not underflow in it.
+_TINY_SCALE = {"bfloat16": 2.0**-60, "float16": 2.0**-10}
+
+
+_WRONG_PLATFORM = {
+    "cuda": (
+        'fa4_jax: implementation="fa4" runs on CUDA devices alone, and this program is compiled for '
+        'another platform; use implementation="xla", "emulated" (the same kernels on the CPU) or '
+        "None (the best for each platform)"
+    ),
+    "cpu": (
+        'fa4_jax: implementation="emulated" runs on CPU devices alone, and this program is compiled '
+        'for another platform; use implementation="fa4", "xla" or None'
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static about a pair of custom calls.
+
+    Attributes:
+      left, right: the window, None = unlimited.
+      platform: the only platform that the program is for ("cuda", or "cpu" for the emulator), or
+        None: CUDA runs the kernels, every other platform :mod:`fa4_jax.xla`.
+    """
+
+    left: int | None
+    right: int | None
+    platform: str | None
+
+    def attributes(self) -> dict[str, int]:
+        left, right = (
+            custom_calls.UNLIMITED if side is None else side for side in (self.left, self.right)
+        )
+        return {"window_left": left, "window_right": right}
+
+    def run(self, kernels: Callable, fallback: Callable, *arguments):
+        """Lowers to ``kernels`` or ``fallback``, as the platform of the program asks."""
+        if self.platform is None:
+            return lax.platform_dependent(*arguments, cuda=kernels, default=fallback)
+
+        def refuse(*arguments):
+            leaves = jax.tree.leaves(arguments)
+            traced, types = jax.make_jaxpr(kernels, return_shape=True)(*arguments)
+            results = _refused_p.bind(
+                *leaves, avals=tuple(traced.out_avals), message=_WRONG_PLATFORM[self.platform]
+            )
+            return jax.tree.unflatten(jax.tree.structure(types), results)
+
+        return lax.platform_dependent(*arguments, default=refuse, **{self.platform: kernels})
+
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(left=self.left, right=self.right, scale=None)
+
+
+class _Inputs(NamedTuple):
+    """Operands of the forward call; every one has the batch axis first, None = absent."""
+
+    query: Any  # [B,T,N,H]
+    key: Any  # [B,S,K,H]
+    value: Any  # [B,S,K,Hv]
+    scale: Any  # f32 [B]
+    query_seq_lengths: Any = None  # s32 [B]
+    key_value_seq_lengths: Any = None
+    query_offset: Any = None
+
+
+class _Saved(NamedTuple):
+    """What the backward call needs beside the inputs."""
+
+    out: Any  # [B,T,N,Hv]
+    lse: Any  # f32 [B,T,N]
+    dout: Any  # [B,T,N,Hv]
+    dlse: Any = None  # f32 [B,T,N]
+
+
+def attend(
+    spec: AttentionSpec, operands: Operands, *, platform: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention through the kernels' custom calls.
+
+    The caller has made sure that :func:`fa4_jax.implementations.reasons` is empty.
+
+    Args:
+      spec: what to compute; windows and scale are used.
+      operands: bfloat16 or float16 query, key and value, and int32 lengths and offsets.
+      platform: "cuda" for a program that can be lowered for CUDA alone, "cpu" for one whose kernels
+        the emulator runs, None for one that runs the kernels on CUDA and :mod:`fa4_jax.xla`
+        anywhere else.
+
+    Returns:
+      ``(out, lse)``: query's dtype ``[B,T,N,Hv]`` and float32 ``[B,T,N]``.
+
+    Raises:
+      NotImplementedError: when forward-mode or second-order differentiation reaches the kernels.
+    """
+    query = operands.query
+    scale = spec.scale if operands.scale is None else operands.scale
+    inputs = _Inputs(
+        query=_reverse_mode_only(query),
+        key=_reverse_mode_only(operands.key),
+        value=_reverse_mode_only(operands.value),
+        scale=_reverse_mode_only(
+            jnp.broadcast_to(jnp.asarray(scale, jnp.float32), query.shape[:1])
+        ),
+        query_seq_lengths=operands.query_seq_lengths,
+        key_value_seq_lengths=operands.key_value_seq_lengths,
+        query_offset=operands.query_offset,
+    )
+    return _attention(_Call(spec.left, spec.right, platform), inputs)
+
+
+# --- Differentiation ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
+    return _forward(call, inputs)
+
+
+def _attention_forward(call: _Call, inputs):
+    scale_is_wanted = inputs.scale.perturbed
+    inputs = jax.tree.map(
+        lambda leaf: leaf.value, inputs, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
+    )
+    # Both named here, inside the rule: else remat runs the kernel again for the missing one.
+    out, lse = checkpoint_name(_forward(call, inputs), "context")
+    # The flag reaches the backward rule as tree structure, not as a value.
+    return (out, lse), (inputs, out, lse, () if scale_is_wanted else None)
+
+
+def _attention_backward(call: _Call, residuals, cotangents):
+    inputs, out, lse, scale_is_wanted = residuals
+    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+    gradients = _Inputs(*(None if x is None else _zero_cotangent(x) for x in inputs))
+    if dout is None and dlse is None:
+        return (gradients,)
+    dout = jnp.zeros_like(out) if dout is None else dout
+
+    scale = inputs.scale
+    if scale_is_wanted is not None:
+        scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
+    dq, dk, dv = _backward(call, inputs._replace(scale=scale), _Saved(out, lse, dout, dlse))
+    if scale_is_wanted is not None:
+        # dq = scale * sum_j dz_j k_j, so that q . dq = scale * sum_j dz_j (q . k_j) = scale * dscale.
+        product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
+        dscale = jnp.sum(product, axis=(1, 2, 3)) / scale
+        is_zero = (inputs.scale == 0)[:, None, None, None]
+        dq, dk = (jnp.where(is_zero, jnp.zeros_like(x), x) for x in (dq, dk))
+        gradients = gradients._replace(scale=dscale)
+    return (gradients._replace(query=dq, key=dk, value=dv),)
+
+
+_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
+
+
+def _zero_cotangent(x: jax.Array):
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+
+_FIRST_ORDER_ONLY = (
+    'fa4_jax: the kernels of implementation="fa4" have first-order reverse-mode derivatives only; '
+    'use implementation="xla" for forward-mode (jvp, jacfwd, linearize) and second-order '
+    "(hessian, grad of grad) differentiation"
+)
+
+# A stand-in of any type that can be traced but neither evaluated nor lowered.
+_refused_p = Primitive("fa4_refused")
+_refused_p.multiple_results = True
+
+
+def _refuse(*_, message: str, **__):
+    raise NotImplementedError(message)
+
+
+_refused_p.def_impl(_refuse)
+_refused_p.def_abstract_eval(lambda *_, avals, message: avals)
+mlir.register_lowering(_refused_p, lambda _, *args, **params: _refuse(*args, **params))
+
+# An identity that is transparent to reverse mode. Its tangent map is an identity too, but one that
+# can be transposed and not evaluated: so forward mode fails here, with our words, before it
+# reaches custom_vjp.
+_reverse_mode_only_p = Primitive("fa4_reverse_mode_only")
+_reverse_mode_only = _reverse_mode_only_p.bind
+
+
+def _reverse_mode_only_jvp(primals, tangents):
+    (tangent,) = tangents
+    if not isinstance(tangent, ad.Zero):
+        avals = (jax.typeof(tangent),)
+        (tangent,) = _refused_p.bind(tangent, avals=avals, message=_FIRST_ORDER_ONLY)
+    return _reverse_mode_only(*primals), tangent
+
+
+def _refused_batching(args, dims, *, avals, message):
+    results = _refused_p.bind(*args, avals=tuple(map(jax.typeof, args)), message=message)
+    return results, dims
+
+
+_reverse_mode_only_p.def_impl(lambda x: x)
+_reverse_mode_only_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_reverse_mode_only_p, lambda _, x: [x])
+batching.defvectorized(_reverse_mode_only_p)
+ad.primitive_jvps[_reverse_mode_only_p] = _reverse_mode_only_jvp
+# Transposed or batched it is only where it stands for the tangent map, an identity.
+ad.deflinear2(_refused_p, lambda cotangents, *_, **__: cotangents)
+batching.primitive_batchers[_refused_p] = _refused_batching
+
+
+def _first_order(operation: Callable) -> Callable:
+    """Makes differentiating a rule of ``custom_vjp`` again an error of ours."""
+    guarded = jax.custom_jvp(operation, nondiff_argnums=(0,))
+    guarded.defjvp(functools.partial(_refuse, message=_FIRST_ORDER_ONLY))
+    return guarded
+
+
+# --- Batching -------------------------------------------------------------------------------------
+
+
+def _foldable(operation: Callable) -> Callable:
+    """Gives ``operation(call, *trees)`` a vmap rule: the mapped axis joins the batch axis."""
+
+    @functools.cache
+    def mapped(call: _Call):
+        mappable = custom_vmap(functools.partial(operation, call))
+
+        @mappable.def_vmap
+        def rule(axis_size, in_batched, *trees):
+            def fold(x, is_batched):
+                if not is_batched:
+                    x = jnp.broadcast_to(x, (axis_size, *x.shape))
+                return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+
+            batch = trees[0].query.shape[1 if in_batched[0].query else 0]
+            results = mappable(*jax.tree.map(fold, trees, tuple(in_batched)))
+            results = jax.tree.map(lambda x: x.reshape(axis_size, batch, *x.shape[1:]), results)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return mappable
+
+    @functools.wraps(operation)
+    def call_mapped(call: _Call, *trees):
+        return mapped(call)(*trees)
+
+    return call_mapped
+
+
+# --- Partitioning ---------------------------------------------------------------------------------
+
+
+class _Shards(NamedTuple):
+    """How one call is split over the mesh axes; each entry is a PartitionSpec entry."""
+
+    batch: Any
+    time: Any
+    heads: Any
+    kv_heads: Any  # equal to heads, or None where every shard gets all kv heads
+
+    def inputs(self, inputs: _Inputs) -> _Inputs:
+        """PartitionSpecs of the inputs; None where absent."""
+        spec = PartitionSpec
+        per_batch = spec(self.batch)
+        specs = _Inputs(
+            query=spec(self.batch, self.time, self.heads, None),
+            key=spec(self.batch, None, self.kv_heads, None),
+            value=spec(self.batch, None, self.kv_heads, None),
+            scale=per_batch,
+            query_seq_lengths=per_batch,
+            key_value_seq_lengths=per_batch,
+            query_offset=per_batch,
+        )
+        return _Inputs(*(None if x is None else s for x, s in zip(inputs, specs, strict=True)))
+
+    def saved(self, saved: _Saved) -> _Saved:
+        out = PartitionSpec(self.batch, self.time, self.heads, None)
+        lse = PartitionSpec(self.batch, self.time, self.heads)
+        return _Saved(out, lse, out, None if saved.dlse is None else lse)
+
+
+def _shards(mesh, inputs: _Inputs) -> _Shards:
+    """Follows the query's sharding as far as the mathematics allows."""
+    sharding = inputs.query.sharding
+    if not isinstance(sharding, NamedSharding):  # no mesh to name axes with: gather
+        return _Shards(None, None, None, None)
+    batch, time, heads, _ = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
+    num_heads, num_kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+    size = _axes_size(mesh, heads)
+    if num_kv_heads % size == 0:
+        return _Shards(batch, time, heads, heads)
+    group = num_heads // num_kv_heads
+    if num_heads % size or group % (num_heads // size):
+        return _Shards(batch, time, None, None)
+    # Every shard's query heads read one and the same kv head.
+    return _Shards(batch, time, heads, None)
+
+
+def _axes_size(mesh, axes) -> int:
+    return math.prod(mesh.shape[name] for name in _axes_names(axes))
+
+
+def _axes_names(axes) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _localise(shards: _Shards, call: _Call, inputs: _Inputs, group: int):
+    """One shard's inputs as an attention problem of its own.
+
+    Args:
+      group: query heads per kv head of the whole problem.
+
+    Returns:
+      The inputs, and the index of the one kv head that they read where ``kv_heads`` is not split.
+    """
+    length, num_heads = inputs.query.shape[1:3]
+    if shards.time is not None:
+        start = lax.axis_index(_axes_names(shards.time)) * length
+        if call.left is not None or call.right is not None:
+            offset = 0 if inputs.query_offset is None else inputs.query_offset
+            offset = jnp.broadcast_to(offset + start, inputs.scale.shape).astype(jnp.int32)
+            inputs = inputs._replace(query_offset=offset)
+        if inputs.query_seq_lengths is not None:
+            lengths = jnp.clip(inputs.query_seq_lengths - start, 0, length)
+            inputs = inputs._replace(query_seq_lengths=lengths.astype(jnp.int32))
+    kv_head = None
+    if shards.heads is not None and shards.kv_heads is None:
+        kv_head = lax.axis_index(_axes_names(shards.heads)) * num_heads // group
+        key, value = (
+            lax.dynamic_slice_in_dim(x, kv_head, 1, axis=2) for x in (inputs.key, inputs.value)
+        )
+        inputs = inputs._replace(key=key, value=value)
+    return inputs, kv_head
+
+
+def _sharding_rule(mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
+    """The Shardy rule of either call, read off the ranks and shapes of its operands.
+
+    Factors: b batch, t query positions, n query heads, m kv heads where they are fewer, s keys, h
+    and v head dimensions. One compound factor (m g) for grouped query heads would let Shardy split
+    a mesh axis between m and g, which no PartitionSpec can express; so m stands alone, and
+    `_shards` ties the kv heads to the query heads.
+    """
+    kv_heads = "n" if operand_types[0].shape[2] == operand_types[1].shape[2] else "m"
+    query, lse, out = "b t n h", "b t n", "b t n v"
+    key, value = f"b s {kv_heads} h", f"b s {kv_heads} v"
+    ranks = [len(operand.shape) for operand in operand_types]
+    per_batch = ranks.count(1)
+    arguments = [query, key, value] + ["b"] * per_batch
+    if len(result_types) == 2:
+        results = [out, lse]
+    else:
+        arguments += [out, lse, out, lse][: len(ranks) - len(arguments)]
+        results = [query, key, value]
+    rule = ", ".join(arguments) + " -> " + ", ".join(results)
+    return rule, {"need_replication_factors": ("h", "s", "v")}
+
+
+def _partitioned(operation: Callable, partition: Callable, result_types: Callable) -> Callable:
+    """Runs ``operation(call, *trees)`` on each device's shard under jit.
+
+    Args:
+      partition: the callback of ``custom_partitioning``, after ``call``.
+      result_types: types of the results, shardings included, from the trees.
+    """
+
+    @functools.cache
+    def partitioned(call: _Call):
+        # custom_partitioning reads the signature, which a partial of *args does not show.
+        if operation is _forward_local:
+            function = custom_partitioning(lambda inputs: operation(call, inputs))
+        else:
+            function = custom_partitioning(lambda inputs, saved: operation(call, inputs, saved))
+        function.def_partition(
+            partition=functools.partial(partition, call), sharding_rule=_sharding_rule
+        )
+        return function
+
+    @functools.wraps(operation)
+    def call_partitioned(call: _Call, *trees):
+        function = partitioned(call)
+        if not jax.sharding.get_abstract_mesh().explicit_axes:
+            return function(*trees)
+        # With Explicit axes the result types name their shardings; the partitioner makes them so.
+        shards = jax.tree.map(lambda x: x.sharding.spec, result_types(*trees))
+        return jax.sharding.auto_axes(function, out_sharding=shards)(*trees)
+
+    return call_partitioned
+
+
+def _named(mesh, specs):
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def _partition_forward(call: _Call, mesh, arguments, results):
+    (inputs,) = arguments
+    shards = _shards(mesh, inputs)
+    group = inputs.query.shape[2] // inputs.key.shape[2]
+
+    def local(inputs):
+        inputs, _ = _localise(shards, call, inputs, group)
+        return _forward_local(call, inputs)
+
+    result_specs = (
+        PartitionSpec(shards.batch, shards.time, shards.heads, None),
+        PartitionSpec(shards.batch, shards.time, shards.heads),
+    )
+    return mesh, local, _named(mesh, result_specs), _named(mesh, (shards.inputs(inputs),))
+
+
+def _partition_backward(call: _Call, mesh, arguments, results):
+    inputs, saved = arguments
+    shards = _shards(mesh, inputs)
+    num_kv_heads = inputs.key.shape[2]
+    group = inputs.query.shape[2] // num_kv_heads
+
+    def local(inputs, saved):
+        inputs, kv_head = _localise(shards, call, inputs, group)
+        dq, dk, dv = _backward_local(call, inputs, saved)
+        # Shards of the query positions, and of the query heads of one kv head, each hold a part
+        # of the sum over queries.
+        summed = _axes_names(shards.time)
+        if kv_head is not None:
+            summed += _axes_names(shards.heads)
+
+            def place(x):
+                whole = jnp.zeros((*x.shape[:2], num_kv_heads, x.shape[3]), x.dtype)
+                return lax.dynamic_update_slice_in_dim(whole, x, kv_head, axis=2)
+
+            dk, dv = place(dk), place(dv)
+        if summed:
+            dk, dv = (lax.psum(x.astype(jnp.float32), summed).astype(x.dtype) for x in (dk, dv))
+        return dq, dk, dv
+
+    query, key, value = shards.inputs(inputs)[:3]
+    return (
+        mesh,
+        local,
+        _named(mesh, (query, key, value)),
+        _named(mesh, (shards.inputs(inputs), shards.saved(saved))),
+    )
+
+
+# --- Dispatch -------------------------------------------------------------------------------------
+
+
+def _forward_local(call: _Call, inputs: _Inputs):
+    query, value = inputs.query, inputs.value
+    shape = (*query.shape[:3], value.shape[3])
+    if _is_empty(inputs):
+        return (
+            jnp.zeros(shape, query.dtype),
+            jnp.full(shape[:3], -jnp.inf, jnp.float32),
+        )
+
+    def kernels(inputs):
+        return custom_calls.forward(*inputs, **call.attributes())
+
+    def fallback(inputs):
+        return xla.forward(call.spec(), Operands(**inputs._asdict()))
+
+    return call.run(kernels, fallback, inputs)
+
+
+def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
+    if _is_empty(inputs):
+        return tuple(jnp.zeros_like(x) for x in (inputs.query, inputs.key, inputs.value))
+
+    def kernels(inputs, saved):
+        query, key, value, *per_batch = inputs
+        return custom_calls.backward(query, key, value, *saved, *per_batch, **call.attributes())
+
+    def fallback(inputs, saved):
+        gradients = xla.backward(call.spec(), Operands(**inputs._asdict()), *saved)
+        return gradients.query, gradients.key, gradients.value
+
+    return call.run(kernels, fallback, inputs, saved)
+
+
+def _is_empty(inputs: _Inputs) -> bool:
+    # Symbolic dimensions (jax.export) are at least 1.
+    sizes = (*inputs.query.shape, *inputs.key.shape)
+    return any(isinstance(size, int) and size == 0 for size in sizes)
+
+
+def _forward_types(inputs: _Inputs):
+    query = jax.typeof(inputs.query)
+    spec = query.sharding.spec
+    lse = query.sharding.update(spec=PartitionSpec(*spec[:3]))
+    return (
+        query.update(shape=(*query.shape[:3], inputs.value.shape[3])),
+        query.update(shape=query.shape[:3], dtype=jnp.dtype(jnp.float32), sharding=lse),
+    )
+
+
+def _backward_types(inputs: _Inputs, saved: _Saved):
+    return tuple(jax.typeof(x) for x in (inputs.query, inputs.key, inputs.value))
+
+
+_forward = _first_order(_foldable(_partitioned(_forward_local, _partition_forward, _forward_types)))
+_backward = _first_order(
+    _foldable(_partitioned(_backward_local, _partition_backward, _backward_types))
+)
