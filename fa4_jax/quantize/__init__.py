@@ -1,0 +1,50 @@
+"""NVFP4, MXFP4 and FP8 block formats, and the configurations of quantised attention."""
+
+from fa4_jax.quantize.config import (
+    ACCURATE,
+    AFFINE_FAST,
+    AFFINE_WAN,
+    EXACT,
+    FP4,
+    FP4_ACCURATE,
+    FP4_AFFINE,
+    FP8,
+    HINGE,
+    NVFP4_ALL,
+    NVFP4_FP8,
+    SHORT_NAMES,
+    Classifier,
+    NoReference,
+    QuantizationConfig,
+    RunningMax,
+    SampledGuard,
+    resolve,
+)
+from fa4_jax.quantize.containers import Format, Quantized, quantize
+from fa4_jax.quantize.scale_pages import from_pages, to_pages
+
+__all__ = [
+    "ACCURATE",
+    "AFFINE_FAST",
+    "AFFINE_WAN",
+    "EXACT",
+    "FP4",
+    "FP4_ACCURATE",
+    "FP4_AFFINE",
+    "FP8",
+    "HINGE",
+    "NVFP4_ALL",
+    "NVFP4_FP8",
+    "SHORT_NAMES",
+    "Classifier",
+    "Format",
+    "NoReference",
+    "QuantizationConfig",
+    "Quantized",
+    "RunningMax",
+    "SampledGuard",
+    "from_pages",
+    "quantize",
+    "resolve",
+    "to_pages",
+]
