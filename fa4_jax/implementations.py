@@ -1,25 +1,28 @@
 """Which implementation serves a call, and every reason why one cannot.
 
-`reasons` is the only place that knows the limits of the CUDA kernels. The implementations:
-
-- `"fa4"`: the CUDA kernels. `fa4.attend(spec, operands, fallback=True)` lowers to them for CUDA
-  and to `xla` for any other platform; with `fallback=False` other platforms are an error.
-- `"emulated"`: `fa4.emulated(spec, operands)`, the same custom calls executed on the CPU.
-- `"xla"`: `xla.attend(spec, operands)`, plain JAX on any backend; it serves every exact call.
+- `"fa4"`: the CUDA kernels. `reasons` is the only place that knows their limits.
+- `"emulated"`: the same custom calls, their PTX executed on the CPU; the same limits.
+- `"xla"`: plain JAX on any backend; it serves every exact call.
 """
 
 from __future__ import annotations
 
+import warnings
+
+import jax
 import jax.numpy as jnp
 
+from fa4_jax import bundle, fa4, xla
 from fa4_jax.spec import AttentionSpec, Operands
 
 NAMES = ("fa4", "xla", "emulated")
 
 KERNEL_DTYPES = ("bfloat16", "float16")
 KERNEL_MAX_HEAD_DIM = 128
-# Rows of 16 bytes: what a tensor map needs of every stride, with 2-byte elements.
+# Rows of 16 bytes: what a tensor map asks of every stride, with 2-byte elements.
 KERNEL_HEAD_DIM_MULTIPLE = 8
+
+_warned: set[str] = set()
 
 
 def reasons(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
@@ -30,7 +33,7 @@ def reasons(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     found = []
     for name, why in (
         ("bias", "the kernels add no bias to the logits"),
-        ("mask", "the kernels read no mask array (causal, window and lengths are served)"),
+        ("mask", "the kernels read no mask array (causal, windows and lengths are served)"),
         ("query_segment_ids", "the kernels compare no segment ids"),
         ("sinks", "the kernels have no sink in the softmax denominator"),
     ):
@@ -39,11 +42,9 @@ def reasons(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     if spec.logits_soft_cap is not None:
         found.append(f"logits_soft_cap={spec.logits_soft_cap}: the kernels do not cap logits")
     if spec.deterministic:
-        found.append(
-            "deterministic=True: the backward kernel adds the query gradient in varying order"
-        )
+        found.append("deterministic=True: the backward kernel sums in varying order")
     if spec.quantization is not None:
-        found.append(f"quantization={spec.quantization!r}: no quantised kernel is in this bundle")
+        found.append(f"quantization={spec.quantization!r}: there is no quantised kernel")
     dtype = jnp.dtype(operands.query.dtype).name
     if dtype not in KERNEL_DTYPES:
         found.append(f"dtype {dtype}: the kernels compute in {' and '.join(KERNEL_DTYPES)}")
@@ -55,3 +56,64 @@ def reasons(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
                 f"{KERNEL_HEAD_DIM_MULTIPLE} up to {KERNEL_MAX_HEAD_DIM}"
             )
     return tuple(found)
+
+
+def attend(
+    spec: AttentionSpec, operands: Operands, implementation: str | tuple[str, ...] | None
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the first implementation that can serve the call.
+
+    Args:
+      spec, operands: the call.
+      implementation: one of `NAMES`; a tuple of them in order of preference; or None for the
+        kernels and else XLA, with a warning for each reason against the kernels, given once.
+
+    Returns:
+      out [B, T, N, Hv] and lse [B, T, N] as `xla.attend` describes them.
+
+    Raises:
+      NotImplementedError: none can; lists every reason of each.
+    """
+    order = ("fa4", "xla") if implementation is None else implementation
+    order = (order,) if isinstance(order, str) else order
+    refusals = {name: _refusals(name, spec, operands) for name in order}
+    chosen = next((name for name in order if not refusals[name]), None)
+    if chosen is None:
+        raise NotImplementedError(
+            "\n".join(
+                f'fa4_jax implementation "{name}" cannot serve this call:\n  '
+                + "\n  ".join(refusals[name])
+                for name in order
+            )
+        )
+    if implementation is None:
+        for reason in refusals["fa4"]:
+            _warn_once(reason)
+    if chosen == "xla" or 0 in operands.query.shape + operands.key.shape:
+        return xla.attend(spec, operands)
+    platform = "cpu" if chosen == "emulated" else "cuda"
+    if chosen == "fa4" and "xla" in order[order.index("fa4") :]:
+        platform = None  # one program for every platform: where there are no kernels it is XLA's
+    return fa4.attend(spec, operands, platform=platform)
+
+
+def _refusals(name: str, spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+    """Every reason why an implementation cannot serve the call."""
+    if name == "xla":
+        if spec.quantization is None:
+            return ()
+        return (f"quantization={spec.quantization!r}: XLA attention is exact",)
+    found = reasons(spec, operands)
+    try:
+        bundle.directory()
+    except bundle.BundleError as error:
+        found += (str(error),)
+    return found
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        # The frames between here and the caller of `dot_product_attention`: attend and itself.
+        warnings.warn(f"fa4_jax uses XLA for attention, not its kernels. {reason}", stacklevel=4)
+        # Afterwards: where warnings are errors, every call has to fail.
+        _warned.add(reason)

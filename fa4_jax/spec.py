@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 # Positions and windows stay below this bound, so that sums and differences of two of them, and of
 # a row or key index, fit in int32. Windows at or above it are unlimited.

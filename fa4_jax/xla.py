@@ -22,14 +22,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fa4_jax.spec import AttentionSpec, Operands
-
-Array = jax.Array
 
 # Up to this many scores in all, one tile: no loops, and the scores may be stored.
 _SINGLE_TILE_SCORES = 2**24
@@ -100,11 +98,10 @@ def backward(
     differentiable = {
         name: x for name in _DIFFERENTIABLE if (x := getattr(operands, name)) is not None
     }
-    no_key = lse == -jnp.inf
-    # The saved sum is a shift that already holds its logarithm.
-    shift = _split_heads(jnp.where(no_key, 0, lse), call.kv_heads)
-    log_sum = _split_heads(jnp.where(no_key, -jnp.inf, jnp.zeros_like(lse)), call.kv_heads)
-    saved = (_split_heads(out, call.kv_heads), shift, log_sum)
+    # The log-sum-exp as the shift of `_forward`, and nothing remaining.
+    sees = lse != -jnp.inf
+    shift, log_sum = jnp.where(sees, lse, 0), jnp.where(sees, 0, -jnp.inf).astype(lse.dtype)
+    saved = tuple(_split_heads(x, call.kv_heads) for x in (out, shift, log_sum))
     arrays = _arrange(operands)
 
     def tangent_map(tangents: dict[str, Array]) -> tuple[Array, Array]:
@@ -115,7 +112,7 @@ def backward(
     transpose = jax.linear_transpose(tangent_map, differentiable)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
     (gradients,) = transpose((dout.astype(out.dtype), dlse.astype(lse.dtype)))
-    return Operands(**{"query": None, "key": None, "value": None, **gradients})
+    return Operands(**gradients)
 
 
 # --- Canonical arrays -----------------------------------------------------------------------------
@@ -272,7 +269,10 @@ def _scan(body: Callable, carry: Any, xs: Any, length: int, remat: bool) -> tupl
     if length == 1:
         carry, y = body(carry, 0, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda leaf: leaf[None], y)
-    step = lambda carry, x: body(carry, *x)
+
+    def step(carry, x):
+        return body(carry, *x)
+
     if remat:
         # In a scan nothing can be merged with the forward pass, so no barrier is needed.
         step = jax.checkpoint(step, prevent_cse=False)
@@ -303,9 +303,9 @@ def _over_tiles(
     fixed, by_row, by_key, by_both = {}, {}, {}, {}
     for name, x in arrays.items():
         base = name.removesuffix(_DOT)
-        row, key = _ROW_AXIS.get(base), _KEY_AXIS.get(base)
-        has_rows = row is not None and not (base in _PAIRS and x.shape[row] == 1)
-        has_keys = key is not None and not (base in _PAIRS and x.shape[key] == 1)
+        row, key = _ROW_AXIS.get(base, -1), _KEY_AXIS.get(base, -1)
+        has_rows = row >= 0 and not (base in _PAIRS and x.shape[row] == 1)
+        has_keys = key >= 0 and not (base in _PAIRS and x.shape[key] == 1)
         if has_keys:
             x = _cut(x, key, call.key_tile, call.key_tiles)
         if has_rows:
@@ -504,12 +504,9 @@ def _tangent(
     return out_dot, jnp.where(sees, lse_dot, 0)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(call: _Call, arrays: _Arrays) -> tuple[Array, Array, Array]:
-    return _forward(call, arrays)
+_attention = jax.custom_jvp(_forward, nondiff_argnums=(0,))
 
 
-@functools.partial(_attention.defjvp, symbolic_zeros=True)
 def _attention_jvp(call: _Call, primals, tangents):
     (arrays,), (tangents,) = primals, tangents
     # Named inside the rule: a policy that saves the name spares the backward pass the forward one.
@@ -522,3 +519,6 @@ def _attention_jvp(call: _Call, primals, tangents):
     out_dot, lse_dot = _tangent(call, arrays, (out, shift, log_sum), moving)
     # The shift is a constant in that the remainder takes the whole tangent of the sum.
     return (out, shift, log_sum), (out_dot, jnp.zeros_like(shift), lse_dot)
+
+
+_attention.defjvp(_attention_jvp, symbolic_zeros=True)
