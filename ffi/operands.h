@@ -72,6 +72,7 @@ struct Array {
   bool writable = false;
 
   size_t bytes() const {
+    if (address == nullptr) return 0;
     size_t bytes = Bytes(element_type);
     for (int i = 0; i < rank; ++i) bytes *= static_cast<size_t>(dimensions[i]);
     return bytes;
