@@ -41,7 +41,8 @@ struct FusedProduct {
   const float *a, *b;
   const int16_t *exponent_a, *exponent_b;
   const int16_t *scale_a, *scale_b;
-  const uint8_t *zero_row, *zero_column;  // rows of A, columns of B that hold nothing but zeros
+  const uint8_t* zero_row;     // rows of A that hold nothing but zeros
+  const int32_t* zero_column;  // columns of B
   float* d;
   bool accumulate;
   int fraction_bits;
@@ -95,14 +96,25 @@ float fused_element(const FusedProduct& p, int row, int column) {
   return round_result(std::ldexp(total, largest - p.fraction_bits), p.result);
 }
 
-// Writes a row whose results wait in `sums`, redoing the elements that the fast path could not do.
-void finish_row(const FusedProduct& p, int row, const float* product_scale, const double* sums) {
+// The condition of fused_columns for one element; `largest` is that of its products, without scales.
+bool is_regular(const FusedProduct& p, int row, int column, int largest) {
+  const float d = p.accumulate ? p.d[static_cast<size_t>(row) * p.n + column] : 0.0f;
+  const int c = d == 0 ? -126 : std::max(static_cast<int>((as_bits(d) >> 23) & 0xff) - 127, p.c_min_exponent);
+  const int shift = (p.scale_a != nullptr ? p.scale_a[row] : 0) + (p.scale_b != nullptr ? p.scale_b[column] : 0);
+  int e = std::max(largest + shift, c);
+  if (p.zero_column[column] != 0) e = d == 0 ? 0 : c;
+  const int power = p.fraction_bits - e + shift;
+  return e > kLowestRegular && e < kHighestRegular && power > -127 && power < 128 && shift < 512 && shift > -512;
+}
+
+// Writes a row whose results wait in `out` (and exactly in `sums` for float16), redoing what the fast path could not do.
+void finish_row(const FusedProduct& p, int row, const int16_t* largest, const float* out, const double* sums) {
   float* d = p.d + static_cast<size_t>(row) * p.n;
   for (int j = 0; j < p.n; ++j) {
-    if (product_scale[j] == 0) {  // not regular
+    if (!is_regular(p, row, j, largest[j])) {
       d[j] = fused_element(p, row, j);
     } else {
-      d[j] = p.result == Accumulator::kF16 ? round_result(sums[j], p.result) : static_cast<float>(sums[j]);
+      d[j] = p.result == Accumulator::kF16 ? round_result(sums[j], p.result) : out[j];
     }
   }
 }
@@ -193,30 +205,46 @@ int min_exponent_of(Format format) {
 
 void multiply_accumulate(int m, int n, int k, const MmaOperand& a, const MmaOperand& b, float* d, bool accumulate,
                          Accumulation accumulation) {
+  constexpr int kMultiple = 16;  // the widest vector
+  if (n % kMultiple != 0) {
+    // Rare and small (mma.sync, odd tile widths): pad the columns with zeros.
+    const int padded = (n + kMultiple - 1) / kMultiple * kMultiple;
+    std::vector<float> wide_b(static_cast<size_t>(k) * padded), wide_d(static_cast<size_t>(m) * padded);
+    std::vector<int16_t> wide_scales(padded);
+    for (int i = 0; i < k; ++i) std::copy_n(b.values + static_cast<size_t>(i) * n, n, &wide_b[static_cast<size_t>(i) * padded]);
+    for (int i = 0; i < m; ++i) std::copy_n(d + static_cast<size_t>(i) * n, n, &wide_d[static_cast<size_t>(i) * padded]);
+    if (b.scale_exponents != nullptr) std::copy_n(b.scale_exponents, n, wide_scales.data());
+    const MmaOperand wide{wide_b.data(), b.min_exponent, b.scale_exponents != nullptr ? wide_scales.data() : nullptr};
+    multiply_accumulate(m, padded, k, a, wide, wide_d.data(), accumulate, accumulation);
+    for (int i = 0; i < m; ++i) std::copy_n(&wide_d[static_cast<size_t>(i) * padded], n, d + static_cast<size_t>(i) * n);
+    return;
+  }
+
   thread_local std::vector<int16_t> exponents;
-  thread_local std::vector<uint8_t> zeros;
+  thread_local std::vector<uint8_t> zero_rows;
+  thread_local std::vector<int32_t> zero_columns;
   const size_t a_count = static_cast<size_t>(m) * k, b_count = static_cast<size_t>(k) * n;
   exponents.resize(a_count + b_count);
-  zeros.assign(static_cast<size_t>(m) + n, 0);
+  zero_rows.assign(m, 0);
+  zero_columns.assign(n, 0);
   exponents_of(a.values, static_cast<int>(a_count), a.min_exponent, exponents.data());
   exponents_of(b.values, static_cast<int>(b_count), b.min_exponent, exponents.data() + a_count);
 
   int16_t highest = 0;
   for (const int16_t e : exponents) highest = e > highest ? e : highest;
-  if (highest < 128 && a.scale_exponents == nullptr) {  // 128: infinities or NaN, whose product with zero counts
+  // 128 means infinities or NaN, whose product with zero counts; a scale may be NaN too. FP8 on Hopper truncates the
+  // accumulator even when nothing is added.
+  if (highest < 128 && a.scale_exponents == nullptr && accumulation.result != Accumulator::kF32E8M13) {
     for (int i = 0; i < m; ++i) {
-      bool zero = true;
-      for (int x = 0; x < k; ++x) zero &= a.values[static_cast<size_t>(i) * k + x] == 0;
-      zeros[i] = zero;
+      uint32_t any = 0;
+      for (int x = 0; x < k; ++x) any |= as_bits(a.values[static_cast<size_t>(i) * k + x]) << 1;
+      zero_rows[i] = any == 0;
     }
-    uint8_t* columns = zeros.data() + m;
-    std::memset(columns, 1, n);
     for (int x = 0; x < k; ++x) {
-      for (int j = 0; j < n; ++j) columns[j] &= b.values[static_cast<size_t>(x) * n + j] == 0;
+      const float* row = b.values + static_cast<size_t>(x) * n;
+      for (int j = 0; j < n; ++j) zero_columns[j] |= static_cast<int32_t>(as_bits(row[j]) << 1);
     }
-  }
-  if (accumulation.result == Accumulator::kF32E8M13) {
-    std::memset(zeros.data(), 0, m);  // even adding nothing truncates the accumulator
+    for (int j = 0; j < n; ++j) zero_columns[j] = zero_columns[j] == 0;
   }
 
   FusedProduct p;
@@ -224,7 +252,7 @@ void multiply_accumulate(int m, int n, int k, const MmaOperand& a, const MmaOper
   p.a = a.values, p.b = b.values;
   p.exponent_a = exponents.data(), p.exponent_b = exponents.data() + a_count;
   p.scale_a = a.scale_exponents, p.scale_b = b.scale_exponents;
-  p.zero_row = zeros.data(), p.zero_column = zeros.data() + m;
+  p.zero_row = zero_rows.data(), p.zero_column = zero_columns.data();
   p.d = d;
   p.accumulate = accumulate;
   p.fraction_bits = accumulation.fraction_bits;

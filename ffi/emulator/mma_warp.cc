@@ -147,30 +147,54 @@ void load_wgmma_a(const WgmmaSpec& spec, const uint32_t* const* registers, float
   }
 }
 
-void load_wgmma_d(const WgmmaSpec& spec, const uint32_t* const* registers, float* d) {
+namespace {
+
+// Calls visit(element of D, word of the fragment, bit shift) for each 32-bit element or half of one warp's fragment, row by
+// row of four lanes, which is the order of memory.
+template <typename Words, typename Visit>
+void for_each_wgmma_d(const WgmmaSpec& spec, Words registers, Visit&& visit) {
+  const int n = spec.n, columns = n / 8;
   const bool half = spec.d == Format::kF16;
   for (int warp = 0; warp < 4; ++warp) {
-    const uint32_t* const* mine = registers + warp * spec.d_registers();
-    for_each_d(spec.d_registers(), half, [&](int lane, int i, int shift, int row, int column) {
-      const uint32_t word = mine[i][lane];
-      d[(16 * warp + row) * spec.n + column] = half ? f16_to_float((word >> shift) & 0xffff) : as_float(word);
-    });
+    const auto mine = registers + warp * spec.d_registers();
+    for (int upper = 0; upper < 2; ++upper) {
+      for (int group = 0; group < 8; ++group) {
+        const size_t row = static_cast<size_t>(16 * warp + 8 * upper + group) * n;
+        for (int c = 0; c < columns; ++c) {
+          for (int lane = 0; lane < 4; ++lane) {
+            const size_t at = row + 8 * c + 2 * lane;
+            if (half) {
+              visit(at, mine[2 * c + upper][4 * group + lane], 0);
+              visit(at + 1, mine[2 * c + upper][4 * group + lane], 16);
+            } else {
+              visit(at, mine[4 * c + 2 * upper][4 * group + lane], 0);
+              visit(at + 1, mine[4 * c + 2 * upper + 1][4 * group + lane], 0);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void load_wgmma_d(const WgmmaSpec& spec, const uint32_t* const* registers, float* d) {
+  if (spec.d == Format::kF16) {
+    for_each_wgmma_d(spec, registers, [d](size_t at, uint32_t word, int shift) { d[at] = f16_to_float((word >> shift) & 0xffff); });
+  } else {
+    for_each_wgmma_d(spec, registers, [d](size_t at, uint32_t word, int) { d[at] = as_float(word); });
   }
 }
 
 void store_wgmma_d(const WgmmaSpec& spec, const float* d, uint32_t* const* registers) {
-  const bool half = spec.d == Format::kF16;
-  for (int warp = 0; warp < 4; ++warp) {
-    uint32_t* const* mine = registers + warp * spec.d_registers();
-    for_each_d(spec.d_registers(), half, [&](int lane, int i, int shift, int row, int column) {
-      const float value = d[(16 * warp + row) * spec.n + column];
-      if (half) {
-        const uint32_t code = narrow_f16(value);
-        mine[i][lane] = shift == 0 ? code : (mine[i][lane] & 0xffff) | (code << 16);
-      } else {
-        mine[i][lane] = as_bits(value);
-      }
+  if (spec.d == Format::kF16) {
+    for_each_wgmma_d(spec, registers, [d](size_t at, uint32_t& word, int shift) {
+      const uint32_t code = narrow_f16(d[at]);
+      word = shift == 0 ? code : (word & 0xffff) | (code << 16);
     });
+  } else {
+    for_each_wgmma_d(spec, registers, [d](size_t at, uint32_t& word, int) { word = as_bits(d[at]); });
   }
 }
 
