@@ -30,11 +30,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 MANIFEST_HEADER = "fa4_jax-bundle 1"
 _PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
 _SUFFIXES = (".cubin", ".ptx", ".manifest")
+
+# CPython 3.11's ast.parse keeps its recursion depth in one place for all threads.
+_ast_lock = threading.Lock()
 
 
 class BuildError(RuntimeError):
@@ -141,7 +145,7 @@ def source_files(module: str) -> list[pathlib.Path]:
         if path in found:
             continue
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_parse(path)):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
@@ -167,8 +171,13 @@ def cache_key(variant: Variant, compiler: str) -> str:
 def _defines_variants(path: pathlib.Path) -> bool:
     return any(
         isinstance(node, ast.FunctionDef) and node.name == "variants"
-        for node in ast.parse(path.read_text()).body
+        for node in _parse(path).body
     )
+
+
+def _parse(path: pathlib.Path) -> ast.Module:
+    with _ast_lock:
+        return ast.parse(path.read_text())
 
 
 def _run_compiler(
@@ -192,7 +201,8 @@ def _compile_cached(
     variant: Variant, cache: pathlib.Path, compiler: str
 ) -> tuple[pathlib.Path, str]:
     """Returns the directory with the three files of a variant, and one line about it."""
-    entry = cache / cache_key(variant, compiler)
+    key = cache_key(variant, compiler)
+    entry = cache / key
     how = "cached"
     if not entry.is_dir():
         started = time.monotonic()
@@ -201,6 +211,8 @@ def _compile_cached(
             if process.returncode != 0:
                 said = (process.stdout + process.stderr).strip()
                 raise BuildError(f"{variant.name} ({variant.module}) did not compile:\n{said}")
+            if cache_key(variant, compiler) != key:
+                raise BuildError(f"{variant.name}: its sources changed while it was compiled")
             finished = pathlib.Path(scratch) / "finished"
             finished.mkdir()
             for suffix in _SUFFIXES:

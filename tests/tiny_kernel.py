@@ -84,3 +84,29 @@ class Tiny:
             prims.cp_async_bulk_tensor_global_shared_cta(out.get_ptr(), tile, where)
             prims.cp_async_bulk_commit_group()
             prims.cp_async_bulk_wait_group(0)
+
+
+class Spilling:
+    """Keeps 96 values across a barrier with at most 64 registers per thread."""
+
+    def declaration(self):
+        return abi.KernelSpec(
+            name="spilling_forward",
+            architecture="sm_90a",
+            operation="forward",
+            select={},
+            threads=1024,
+            grid=("B",),
+            params=(abi.Pointer("lse"),),
+        )
+
+    @cute.kernel
+    def kernel(self, lse: cute.Pointer):
+        thread, _, _ = cute.arch.thread_idx()
+        mine = lse + thread * 96
+        values = cute.make_rmem_tensor(96, cutlass.Float32)
+        for i in cutlass.range(96, unroll_full=True):
+            values[i] = (mine + i).load()
+        prims.barrier_cta_sync(0)
+        for i in cutlass.range(96, unroll_full=True):
+            (mine + i).store(values[95 - i])
