@@ -28,6 +28,7 @@ Barriers
     named DS               both consumers: dS of this tile is complete
     named DQ_FULL + w      consumer w -> warp 1: its half of dQ is in shared memory
     named DQ_EMPTY + w     warp 1 -> consumer w: it has been read
+    named OUTPUT + w       within consumer w: its dK and dV are in shared memory
 
 Shared memory, bytes at head_dim 128 and 80 queries (128-byte swizzled 64-column blocks):
     Q 2 x 20480, dO 2 x 20480, K 32768, V 32768, dS 2 x 20480, dQ 40960, lse and delta 4 x 320
@@ -56,7 +57,8 @@ CONSUMERS = 2  # warpgroups, 64 keys each
 STAGES = 2
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 BLOCK = 64  # columns of 16 bits in one 128-byte swizzle span
-NAMED_DS, NAMED_DQ_FULL, NAMED_DQ_EMPTY = 1, 2, 4  # the last two take two ids each
+NAMED_DS = 1
+NAMED_DQ_FULL, NAMED_DQ_EMPTY, NAMED_OUTPUT = 2, 4, 6  # one id for each consumer
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 MASKS = {kind.name: kind for kind in (masks.FULL, masks.CAUSAL, masks.WINDOW)}
 MN = OperandMajorMode.MN
@@ -118,6 +120,7 @@ class Backward:
         self.mask = mask
         self.layout = AccumulatorLayout.of(head_dim, mask)
         self.tile_m = self.layout.tile
+        self.row_stride = -(-self.tile_m // 32) * 32  # TMA writes to multiples of 128 bytes
         self.threads = 128 * (1 + CONSUMERS)
         self.blocks = head_dim // BLOCK
         # dV can start before dS is computed where the registers for both P's are there.
@@ -243,8 +246,8 @@ class Backward:
         self.value = smem.allocate_array(self.dtype, TILE_KEYS * h, byte_alignment=1024)
         self.ds = smem.allocate_array(self.dtype, STAGES * m * TILE_KEYS, byte_alignment=1024)
         self.dq = smem.allocate_array(Float32, CONSUMERS * self.dq_block, byte_alignment=128)
-        self.lse = smem.allocate_array(Float32, STAGES * m, byte_alignment=128)
-        self.delta = smem.allocate_array(Float32, STAGES * m, byte_alignment=128)
+        self.lse = smem.allocate_array(Float32, STAGES * self.row_stride, byte_alignment=128)
+        self.delta = smem.allocate_array(Float32, STAGES * self.row_stride, byte_alignment=128)
         barriers = cutlass.Array(Int64, 3, space=cutlass.AddressSpace.smem, alignment=8)
         self.key_full, self.value_full, self.scrub = (barriers.data_ptr() + i for i in range(3))
         self.query_ring = pipelines.Ring(STAGES, CONSUMERS * 4)
@@ -282,7 +285,7 @@ class Backward:
             at_row = (first_query, head, work.batch)
             bounds = (dirty, Int32(0), end)
             stage = i % STAGES
-            rows = stage * self.tile_m
+            rows = stage * self.row_stride
 
             self.query_ring.acquire(i)
             self.load_row(self.lse + rows, lse_log2, at_row, self.query_ring.full(i))
@@ -505,7 +508,7 @@ class Backward:
             place = (self.value, self.key)[i] + w * (64 * BLOCK)
             self.store_rows(self.operand_a(acc), place, thread)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128)
+        cute.arch.barrier(barrier_id=NAMED_OUTPUT + w, number_of_threads=128)
         if warp % 4 == 0:
             if prims.elect_sync():
                 for i in cutlass.range_constexpr(2):
@@ -535,7 +538,7 @@ class Backward:
     def row_values(self, buffer, i: Int32, column: Int32) -> cute.Tensor:
         """This thread's (2, m / 8) values of the row statistics of iteration i."""
         return cute.make_tensor(
-            buffer + (i % STAGES * self.tile_m + column),
+            buffer + (i % STAGES * self.row_stride + column),
             cute.make_layout((2, self.tile_m // 8), stride=(1, 8)),
         )
 
