@@ -1,0 +1,172 @@
+"""The emulator's numerics through ctypes: builds `numerics_abi.cc` with the sources it tests.
+
+The library goes to the git-ignored build directory, under a name that follows from the sources.
+"""
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import pathlib
+import shutil
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_EMULATOR = _ROOT / "ffi" / "emulator"
+_SOURCES = (
+    "arithmetic", "convert", "descriptors", "formats", "mma", "mma_tcgen05", "mma_warp",
+    "tensor_map", "tmem_shapes",
+)  # fmt: skip
+_HEADERS = (
+    "arithmetic.h", "arithmetic_lanes.inc", "descriptors.h", "formats.h", "mma.h",
+    "mma_kernels.inc", "tensor_map.h", "tensor_map_runs.h", "tmem_shapes.h",
+)  # fmt: skip
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
+
+# Enumerations of the headers, in their order.
+FORMATS = {
+    name: i
+    for i, name in enumerate(
+        "u8 u16 u32 u64 s8 s16 s32 s64 f16 bf16 tf32 f32 f64 "
+        "e4m3 e5m2 e2m3 e3m2 e2m1 ue8m0 ue4m3".split()
+    )
+}
+BITS = {
+    "u8": 8, "s8": 8, "f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "e4m3": 8, "e5m2": 8,
+    "e2m3": 6, "e3m2": 6, "e2m1": 4, "ue8m0": 8, "ue4m3": 8,
+}  # fmt: skip
+ROUNDS = {name: i for i, name in enumerate(["rn", "rz", "rm", "rp", "rna", "rs"])}
+FLOAT_TYPES = {
+    name: i for i, name in enumerate(["f32", "f64", "f32x2", "f16", "f16x2", "bf16", "bf16x2"])
+}
+FLOAT_OPS = {
+    name: i
+    for i, name in enumerate(
+        "add sub mul fma min max abs neg div rcp sqrt rsqrt ex2 lg2 sin cos tanh".split()
+    )
+}
+COMPARES = {
+    name: i for i, name in enumerate("eq ne lt le gt ge equ neu ltu leu gtu geu num nan".split())
+}
+SWIZZLES = {
+    name: i for i, name in enumerate(["none", "32", "64", "128", "128a32", "128a32f8", "128a64"])
+}
+KINDS = {
+    name: i
+    for i, name in enumerate(["f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4"])
+}
+DTYPES = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "ue8m0": ml_dtypes.float8_e8m0fnu,
+    "ue4m3": ml_dtypes.float8_e4m3fn,
+}
+
+
+class Tcgen05(ctypes.Structure):
+    """`NumericsTcgen05` of the ABI."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in (
+            "kind", "cta_group", "instruction", "a_in_tmem", "a_tmem", "d_tmem", "scale_a_tmem",
+            "scale_b_tmem", "accumulate", "scale_input_d",
+        )),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+        ("disabled_lanes", ctypes.c_uint32 * 8),
+    )  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compiles (once for each state of the sources) and loads the library."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    files = [_EMULATOR / f"{name}.cc" for name in _SOURCES]
+    files.append(pathlib.Path(__file__).with_name("numerics_abi.cc"))
+    texts = [f.read_bytes() for f in (*files, *(_EMULATOR / name for name in _HEADERS))]
+    digest = hashlib.sha256(b"".join(texts) + " ".join(_FLAGS).encode()).hexdigest()[:16]
+    directory = _ROOT / "build" / "numerics" / digest
+    path = directory / "libnumerics.so"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+
+        def compile_one(source: pathlib.Path) -> pathlib.Path:
+            out = directory / f"{source.stem}.o"
+            command = [compiler, *_FLAGS, f"-I{_EMULATOR}", "-c", str(source), "-o", str(out)]
+            subprocess.run(command, check=True)
+            return out
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_one, files))
+        partial = directory / "partial.so"
+        subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(partial)], check=True)
+        partial.rename(path)
+    loaded = ctypes.CDLL(str(path))
+    loaded.numerics_instruction_descriptor.restype = ctypes.c_char_p
+    loaded.numerics_tcgen05.restype = ctypes.c_char_p
+    loaded.numerics_compare.restype = ctypes.c_uint32
+    loaded.numerics_swizzle.restype = ctypes.c_uint32
+    return loaded
+
+
+def pointer(array: np.ndarray | None) -> ctypes.c_void_p:
+    """The data of a contiguous array; keep the array alive."""
+    if array is None:
+        return ctypes.c_void_p()
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def decode(name: str, codes: np.ndarray) -> np.ndarray:
+    """Values of codes by `ml_dtypes`, independent of the library: float64."""
+    codes = np.asarray(codes)
+    if name == "f32":
+        return codes.astype(np.uint32).view(np.float32).astype(np.float64)
+    if name == "tf32":
+        return (codes.astype(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64)
+    if name in ("u8", "s8"):
+        return codes.astype(np.uint8).view(np.int8 if name == "s8" else np.uint8).astype(np.float64)
+    storage = np.uint16 if BITS[name] == 16 else np.uint8
+    return codes.astype(storage).view(DTYPES[name]).astype(np.float64)
+
+
+def convert(mnemonic: str, *sources: np.ndarray, generic: bool = False, wide: bool = False):
+    """Runs a `cvt` on arrays of register values (uint32, or uint64 for wide registers)."""
+    count = len(sources[0])
+    warps = -(-count // 32)
+    padded = [np.zeros(warps * 32, s.dtype) for s in sources]
+    for p, s in zip(padded, sources, strict=True):
+        p[:count] = s
+    out = np.zeros(warps * 32, np.uint64 if wide else np.uint32)
+    table = (ctypes.c_void_p * len(padded))(*(p.ctypes.data for p in padded))
+    known = library().numerics_convert(
+        mnemonic.encode(), int(generic), warps, pointer(out), table, len(padded)
+    )
+    assert known, mnemonic
+    return out[:count]
+
+
+def arithmetic(op: str, kind: str, *operands: np.ndarray, rounding="rn", flags=0, inputs=2):
+    """Runs a floating-point instruction on register values; None where the ISA has none."""
+    count, dtype = len(operands[0]), operands[0].dtype
+    warps = -(-count // 32)
+    padded = [np.zeros(warps * 32, dtype) for _ in range(3)]
+    for p, s in zip(padded, operands, strict=False):
+        p[:count] = s
+    out = np.zeros(warps * 32, dtype)
+    known = library().numerics_float(
+        FLOAT_OPS[op], FLOAT_TYPES[kind], ROUNDS[rounding], flags, inputs, warps, dtype.itemsize,
+        pointer(out), *(pointer(p) for p in padded),
+    )  # fmt: skip
+    return out[:count] if known else None
