@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, Literal, overload
 
 import jax
@@ -174,8 +173,6 @@ def dot_product_attention(
         deterministic=deterministic is not None and _check_flag("deterministic", deterministic),
         quantization=_check_quantization(quantization),
     )
-    if query_offset is not None and jnp.ndim(query_offset) == 0:
-        query_offset = jnp.broadcast_to(jnp.asarray(query_offset), (B,))
     offset = integers("query_offset", query_offset, B=B)
     operands = Operands(
         query=query,
@@ -283,8 +280,11 @@ def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) ->
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must have an integer dtype, got {_describe(x)}")
     shape = tuple(dims.values())
-    if not has_batch and x.ndim == len(shape) - 1:
+    one_for_all = name == "query_offset" and x.ndim == 0
+    if one_for_all or (not has_batch and x.ndim == len(shape) - 1):
         x = x[None]
+    if one_for_all:
+        shape = (1,)
     if x.ndim != len(shape) or any(
         size != allowed for size, allowed in zip(x.shape, shape, strict=True)
     ):
@@ -298,7 +298,8 @@ def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) ->
     # dtype, before int64 becomes int32.
     own = jnp.iinfo(x.dtype)
     low, high = max(own.min, -POSITION_LIMIT), min(own.max, POSITION_LIMIT)
-    return jnp.asarray(x.clip(low, high), jnp.int32)
+    x = jnp.asarray(x.clip(low, high), jnp.int32)
+    return jnp.broadcast_to(x, tuple(dims.values())) if one_for_all else x
 
 
 def _check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
@@ -338,17 +339,18 @@ def _check_soft_cap(cap: Any) -> float | None:
     return float(cap)
 
 
+def _is_window_side(x: Any) -> bool:
+    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        return bool(x >= 0)
+    return x is None
+
+
 def _check_window(window: Any) -> tuple[int | None, int | None]:
     """Returns (left, right), None for no limit."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) == 2:
-        try:
-            left, right = (None if x is None else operator.index(x) for x in sides)
-        except TypeError:
-            pass
-        else:
-            if all(x is None or x >= 0 for x in (left, right)):
-                return tuple(None if x is None or x >= POSITION_LIMIT else x for x in (left, right))
+    if len(sides) == 2 and all(_is_window_side(x) for x in sides):
+        left, right = (None if x is None or x >= POSITION_LIMIT else int(x) for x in sides)
+        return left, right
     raise ValueError(
         "local_window_size must be None, an integer or a pair (left, right) of integers or None, "
         f"none of them negative, got {window!r}"

@@ -57,7 +57,7 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         NamedSharding(mesh, PartitionSpec(*dims))
         for dims in ((batch, rows, heads, None), (batch, rows, heads))
     )
-    auto = jax.sharding.auto_axes(
+    auto: Any = jax.sharding.auto_axes(
         functools.partial(_attend, spec), axes=explicit, out_sharding=out_sharding
     )
     return auto(operands)
@@ -101,7 +101,8 @@ def backward(
     # The log-sum-exp as the shift of `_forward`, and nothing remaining.
     sees = lse != -jnp.inf
     shift, log_sum = jnp.where(sees, lse, 0), jnp.where(sees, 0, -jnp.inf).astype(lse.dtype)
-    saved = tuple(_split_heads(x, call.kv_heads) for x in (out, shift, log_sum))
+    split = functools.partial(_split_heads, kv_heads=call.kv_heads)
+    saved = split(out), split(shift), split(log_sum)
     arrays = _arrange(operands)
 
     def tangent_map(tangents: dict[str, Array]) -> tuple[Array, Array]:

@@ -1,0 +1,156 @@
+"""Dense attention and its gradients in NumPy, written from the formulas and nothing else.
+
+In float64 it is the reference of every test. With `rounding` every intermediate result is rounded
+to a 16-bit dtype: "dense attention in the inputs' own dtype", which the accuracy rule is measured
+by. Arguments are those of `fa4_jax.dot_product_attention`, 4-D only.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+def visible_keys(
+    shape,
+    *,
+    mask=None,
+    is_causal=False,
+    local_window_size=None,
+    query_offset=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+):
+    """bool [B, N, T, S]: whether the query may look at the key."""
+    B, _, T, S = shape
+    seen = np.ones(shape, bool)
+    offsets = np.broadcast_to(0 if query_offset is None else query_offset, (B,))
+    left, right = (
+        (local_window_size, local_window_size)
+        if np.ndim(local_window_size) == 0
+        else local_window_size
+    )
+    for b in range(B):
+        position = np.arange(T)[:, None] + int(offsets[b])
+        key = np.arange(S)[None, :]
+        allowed = np.ones((T, S), bool)
+        if is_causal:
+            allowed &= key <= position
+        if left is not None:
+            allowed &= key >= position - left
+        if right is not None:
+            allowed &= key <= position + right
+        if query_seq_lengths is not None:
+            allowed[max(0, query_seq_lengths[b]) :] = False
+        if key_value_seq_lengths is not None:
+            allowed[:, max(0, key_value_seq_lengths[b]) :] = False
+        if query_segment_ids is not None:
+            allowed &= np.asarray(query_segment_ids[b])[:, None] == key_value_segment_ids[b]
+        seen[b] &= allowed
+    return seen if mask is None else seen & mask
+
+
+@dataclasses.dataclass
+class Attention:
+    """`softmax(cap(scale q k^T) + bias) v` with everything that its gradients need.
+
+    Attributes:
+      out: [B, T, N, Hv]; lse: [B, T, N].
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    bias: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    masks: dict = dataclasses.field(default_factory=dict)
+    rounding: np.dtype | None = None
+
+    def __post_init__(self):
+        r = self._round
+        for name in ("query", "key", "value", "bias", "sinks"):
+            x = getattr(self, name)
+            setattr(self, name, None if x is None else np.asarray(x, np.float64))
+        B, T, N, H = self.query.shape
+        S = self.key.shape[1]
+        self.scale = H**-0.5 if self.scale is None else float(self.scale)
+        group = N // self.key.shape[2]
+        self._k, self._v = (np.repeat(x, group, axis=2) for x in (self.key, self.value))
+        self._seen = visible_keys((B, N, T, S), **self.masks)
+        if self.bias is not None:
+            self._seen = self._seen & (self.bias != -np.inf)
+        self._dots = r(np.einsum("bind,bjnd->bnij", self.query, self._k))
+        logits = r(self.scale * self._dots)
+        if self.logits_soft_cap is not None:
+            logits = r(self.logits_soft_cap * r(np.tanh(r(logits / self.logits_soft_cap))))
+        self._capped = logits
+        if self.bias is not None:
+            logits = r(logits + np.where(np.isfinite(self.bias), self.bias, 0))
+        self._any = self._seen.any(-1)
+        peak = np.where(self._seen, logits, -np.inf).max(-1, initial=-np.inf)
+        sinks = np.full(N, -np.inf) if self.sinks is None else self.sinks
+        peak = np.where(self._any, np.maximum(peak, sinks[None, :, None]), 0)
+        weights = r(np.exp(np.where(self._seen, r(logits - peak[..., None]), -np.inf)))
+        sink_weights = r(np.exp(np.where(self._any, sinks[None, :, None] - peak, -np.inf)))
+        total = np.where(self._any, r(weights.sum(-1) + sink_weights), 1)
+        self._probs = r(weights / total[..., None])
+        self._sink_probs = r(sink_weights / total)
+        self.out = r(np.einsum("bnij,bjnd->bind", self._probs, self._v))
+        lse = np.where(self._any, peak + np.log(total), -np.inf)
+        self.lse = np.moveaxis(lse, 1, 2)
+
+    def _round(self, x):
+        if self.rounding is None:
+            return x
+        with np.errstate(over="ignore"):
+            return x.astype(self.rounding).astype(np.float64)
+
+    def gradients(self, dout, dlse=None):
+        """Gradients of `sum(dout * out) + sum(dlse * lse)`, by argument name."""
+        r = self._round
+        dout = np.asarray(dout, np.float64)
+        dlse = np.zeros(dout.shape[:3]) if dlse is None else np.asarray(dlse, np.float64)
+        # d lse / d logit_j = p_j;  d out / d logit_j = p_j (v_j - out).
+        of_probs = r(np.einsum("bind,bjnd->bnij", dout, self._v))
+        through_out = np.moveaxis((dout * self.out).sum(-1), 1, 2)
+        shared = np.moveaxis(dlse, 1, 2) - through_out
+        d_logits = r(self._probs * r(of_probs + shared[..., None]))
+        d_sinks = (self._sink_probs * shared).sum((0, 2))
+        d_scaled = d_logits
+        if self.logits_soft_cap is not None:
+            d_scaled = r(d_logits * (1 - (self._capped / self.logits_soft_cap) ** 2))
+        d_dots = r(self.scale * d_scaled)
+        B, S, K, _ = self.key.shape
+        sum_group = lambda x: x.reshape(B, S, K, -1, x.shape[-1]).sum(3)  # noqa: E731
+        found = {
+            "query": np.einsum("bnij,bjnd->bind", d_dots, self._k),
+            "key": sum_group(np.einsum("bnij,bind->bjnd", d_dots, self.query)),
+            "value": sum_group(np.einsum("bnij,bind->bjnd", self._probs, dout)),
+            "scale": (d_scaled * self._dots).sum(),
+            "sinks": d_sinks,
+        }
+        if self.bias is not None:
+            d_bias = d_logits
+            axes = [i for i, size in enumerate(self._pad(self.bias.shape)) if size == 1]
+            found["bias"] = d_bias.sum(tuple(axes), keepdims=True).reshape(self.bias.shape)
+        return {name: r(np.asarray(x)) for name, x in found.items()}
+
+    @staticmethod
+    def _pad(shape):
+        return (1,) * (4 - len(shape)) + tuple(shape)
+
+
+def assert_accurate(name, actual, exact, rounded, slack=1e-5):
+    """The accuracy rule of the exact paths: `max|x - ref| <= 2 max|ref16 - ref| + 1e-5`."""
+    actual = np.asarray(actual).astype(np.float64)
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
+    infinite = np.isinf(exact)
+    np.testing.assert_array_equal(np.isinf(actual), infinite, err_msg=name)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact), err_msg=name)
+    difference = np.abs(np.where(infinite, 0, actual) - np.where(infinite, 0, exact))
+    allowed = np.abs(np.where(infinite, 0, rounded) - np.where(infinite, 0, exact))
+    worst, bound = difference.max(initial=0), 2 * allowed.max(initial=0) + slack
+    assert worst <= bound, f"{name}: error {worst:.3g}, allowed {bound:.3g}"
