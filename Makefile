@@ -46,7 +46,7 @@ build: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright
+	$(RUN)/pyright --pythonpath $(RUN)/python
 
 format: $(VENV)/.ready
 	$(RUN)/ruff check --fix .

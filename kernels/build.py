@@ -170,8 +170,7 @@ def cache_key(variant: Variant, compiler: str) -> str:
 
 def _defines_variants(path: pathlib.Path) -> bool:
     return any(
-        isinstance(node, ast.FunctionDef) and node.name == "variants"
-        for node in _parse(path).body
+        isinstance(node, ast.FunctionDef) and node.name == "variants" for node in _parse(path).body
     )
 
 
