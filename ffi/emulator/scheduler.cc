@@ -508,6 +508,23 @@ void work(Grid& grid, Shared& shared, size_t most_resident) {
   }
 }
 
+// Sorts, and joins ranges that overlap: one array may be several operands, and an operand may be donated to a result.
+void merge_regions(std::vector<Region>& regions) {
+  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return a.base < b.base; });
+  std::vector<Region> merged;
+  for (Region& region : regions) {
+    if (!merged.empty() && region.base < merged.back().base + merged.back().bytes) {
+      Region& last = merged.back();
+      last.bytes = std::max<size_t>(last.bytes, region.base + region.bytes - last.base);
+      last.writable |= region.writable;
+      if (last.name != region.name) last.name += "/" + region.name;
+    } else {
+      merged.push_back(std::move(region));
+    }
+  }
+  regions = std::move(merged);
+}
+
 std::string check_request(const Program& program, const LaunchRequest& request) {
   uint64_t threads = uint64_t{request.block[0]} * request.block[1] * request.block[2];
   if (threads == 0 || threads > 1024) return format("a block of %llu threads", static_cast<unsigned long long>(threads));
@@ -583,7 +600,7 @@ LaunchResult launch(const Program& program, const LaunchRequest& request) {
   if (!request.regions.empty()) {
     grid.regions = request.regions;
     grid.regions.push_back({"kernel parameters", aligned, program.parameter_bytes, false});
-    std::sort(grid.regions.begin(), grid.regions.end(), [](const Region& a, const Region& b) { return a.base < b.base; });
+    merge_regions(grid.regions);
   }
   for (int i = 0; i < 3; ++i) grid.clusters[i] = request.grid[i] / request.cluster[i];
   grid.total_clusters = uint64_t{grid.clusters[0]} * grid.clusters[1] * grid.clusters[2];
