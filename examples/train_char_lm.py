@@ -1,0 +1,257 @@
+"""Trains a small causal transformer on the sources of Python's own standard library.
+
+A byte-level language model in Flax (nnx) whose attention is ``fa4_jax``: float32 parameters,
+bfloat16 activations, grouped-query heads of 64, AdamW, one jitted step. It prints which
+implementation computes the attention and why, the loss as it falls, a sampled continuation, and
+writes the loss curve. ::
+
+    python examples/train_char_lm.py                    # about a minute on two CPU cores
+    python examples/train_char_lm.py --compare          # on a GPU: xla and fa4 from the same seeds
+
+Needs ``fa4-jax-ffi[flax]`` (Flax brings optax) and matplotlib.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import sys
+import sysconfig
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+
+import fa4_jax
+import fa4_jax.flax
+from fa4_jax import info
+
+HEAD_DIM = 64
+VOCABULARY = 256  # a token is a byte
+PROMPT = b"def main(argv=None):\n"
+OUTPUT = pathlib.Path(__file__).parent / "output" / "char_lm_loss.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Size of the model and of the training run; every field is a flag."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    length: int  # context in bytes
+    batch: int
+    steps: int
+    rate: float  # peak learning rate
+
+    @property
+    def width(self) -> int:
+        return self.heads * HEAD_DIM
+
+
+# For each backend a size that takes about a minute.
+DEFAULTS = {
+    "cpu": Config(layers=2, heads=2, kv_heads=1, length=128, batch=4, steps=1200, rate=4e-3),
+    "gpu": Config(layers=8, heads=12, kv_heads=4, length=1024, batch=32, steps=600, rate=1e-3),
+}
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block on ``[B, T, width]``."""
+
+    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        norm = functools.partial(nnx.RMSNorm, config.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = nnx.MultiHeadAttention(
+            config.heads,
+            config.width,
+            num_kv_heads=config.kv_heads,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=rngs,
+        )
+        self.up = linear(config.width, 4 * config.width)
+        self.down = linear(4 * config.width, config.width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nnx.Module):
+    """Bytes ``[B, T]`` to float32 logits ``[B, T, 256]`` of each next byte."""
+
+    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs):
+        embed = functools.partial(
+            nnx.Embed,
+            features=config.width,
+            embedding_init=nnx.initializers.normal(0.02),
+            dtype=jnp.bfloat16,
+            rngs=rngs,
+        )
+        self.token, self.position = embed(VOCABULARY), embed(config.length)
+        self.blocks = nnx.List([Block(config, attention_fn, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.token.attend(self.norm(x)).astype(jnp.float32)
+
+
+def standard_library() -> np.ndarray:
+    """The standard library's modules, tests left out, as one array of bytes (uint8)."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    files = [f for f in sorted(root.rglob("*.py")) if skipped.isdisjoint(f.parts)]
+    if not files:
+        raise SystemExit(f"no Python sources under {root}: this Python carries only compiled ones")
+    return np.frombuffer(b"\n".join(f.read_bytes() for f in files), np.uint8)
+
+
+def train(config: Config, attention_fn, text: jax.Array, seed: int):
+    """Trains from ``seed``; returns the losses ``[steps]`` and the function tokens -> logits."""
+    model = Transformer(config, attention_fn, nnx.Rngs(seed))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.rate, max(1, config.steps // 20), config.steps
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+
+    def loss_fn(params, tokens):
+        logits = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, text, key):
+        params, moments = state
+        starts = jax.random.randint(key, (config.batch,), 0, text.size - config.length)
+        tokens = text[starts[:, None] + jnp.arange(config.length + 1)].astype(jnp.int32)
+        loss, gradients = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    state = params, optimizer.init(params)
+    losses, started = [], time.perf_counter()
+    for i in range(config.steps):
+        state, loss = step(state, text, jax.random.fold_in(jax.random.key(seed), i))
+        losses.append(loss)
+        if i == 0:
+            loss.block_until_ready()
+            print(f"compiled the training step in {time.perf_counter() - started:.1f} s")
+            started = time.perf_counter()
+        elif (i + 1) % max(1, config.steps // 20) == 0 or i + 1 == config.steps:
+            loss = float(loss)  # waits for the device, hence not in every step
+            speed = i * config.batch * config.length / (time.perf_counter() - started)
+            show_progress(i + 1, config.steps, f"loss {loss:.3f}  {speed:,.0f} bytes/s")
+    return np.array(jax.device_get(losses)), jax.jit(nnx.merge(graphdef, state[0], rest))
+
+
+def show_progress(done: int, total: int, status: str) -> None:
+    """One line, rewritten in place on a terminal."""
+    line = f"{'#' * (24 * done // total):-<24} {done}/{total}  {status}"
+    in_place = sys.stdout.isatty() and done < total
+    print("\r" * sys.stdout.isatty() + line, end="" if in_place else "\n", flush=True)
+
+
+def sample(logits_fn, prompt: bytes, length: int, seed: int, temperature: float = 0.6) -> bytes:
+    """Continues ``prompt`` to ``length`` bytes. Causality makes the bytes still to come harmless,
+    so one fixed-size window serves every step."""
+    tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.array(list(prompt)))
+
+    @jax.jit
+    def run(tokens):
+        def next_byte(i, tokens):
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            choice = jax.random.categorical(key, logits_fn(tokens)[0, i - 1] / temperature)
+            return tokens.at[0, i].set(choice)
+
+        return jax.lax.fori_loop(len(prompt), length, next_byte, tokens)
+
+    return bytes(np.array(run(tokens)[0], np.uint8))
+
+
+def plot(curves: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
+        axes.plot(1 + np.arange(len(losses)), losses, style, label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=jax.devices()[0].device_kind)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def attention_call(config: Config, quantization: str | None):
+    """What one layer asks of ``fa4_jax``."""
+    shape = (config.batch, config.length, config.length, config.heads, config.kv_heads, HEAD_DIM)
+    return info.call(shape, jnp.bfloat16, is_causal=True, quantization=quantization)
+
+
+def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
+    parser = argparse.ArgumentParser(
+        description="Trains a small transformer on the standard library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--implementation", help="fa4, xla or emulated; by default the best one")
+    parser.add_argument("--compare", action="store_true", help="train with xla and with fa4")
+    parser.add_argument("--quantization", help="short name of a quantised path")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="the plot")
+    size = parser.add_argument_group("size (the defaults suit the backend)")
+    defaults = DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    for field in dataclasses.fields(Config):
+        size.add_argument(f"--{field.name}", type=field.type, default=getattr(defaults, field.name))
+    arguments = parser.parse_args(argv)
+    config = Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)})
+    return arguments, config
+
+
+def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
+    """Runs the example; returns the loss curve of each implementation trained."""
+    arguments, config = parse_arguments(argv)
+    text = jnp.asarray(standard_library())
+    print(f"{jax.devices()[0].device_kind}: {config}, {text.size / 1e6:.1f} MB of Python")
+    curves = {}
+    for implementation in ("xla", "fa4") if arguments.compare else (arguments.implementation,):
+        name, account = info.explain(
+            *attention_call(config, arguments.quantization), implementation
+        )
+        if name is None:
+            raise SystemExit(account)
+        print(account)
+        attention_fn = functools.partial(
+            fa4_jax.flax.attention_fn,
+            implementation=implementation,
+            quantization=arguments.quantization,
+        )
+        losses, logits_fn = train(config, attention_fn, text, arguments.seed)
+        curves[name] = losses
+        print(f"loss {losses[0]:.3f} -> {losses[-len(losses) // 10 :].mean():.3f} nats per byte")
+        print(sample(logits_fn, PROMPT, config.length, arguments.seed).decode(errors="replace"))
+    if arguments.compare:
+        difference = np.abs(curves["fa4"] - curves["xla"])
+        print(
+            f"largest difference of the losses: {difference.max():.4f} (step "
+            f"{difference.argmax() + 1}), mean {difference.mean():.4f}"
+        )
+    plot(curves, arguments.output)
+    print(f"wrote {arguments.output}")
+    return curves
+
+
+if __name__ == "__main__":
+    main()

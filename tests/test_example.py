@@ -1,0 +1,86 @@
+"""The example trains: a tiny run in this process."""
+
+import importlib.util
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+for needed in ("flax", "optax", "matplotlib"):
+    pytest.importorskip(needed)
+
+ROOT = pathlib.Path(__file__).parent.parent
+SIZE = {"layers": 1, "heads": 2, "kv_heads": 1, "length": 32, "batch": 4, "rate": 0.01}
+TINY = [x for name, value in SIZE.items() for x in (f"--{name}", str(value))]
+
+
+def load(path: pathlib.Path):
+    """Imports a program that is no module of the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load(ROOT / "examples" / "train_char_lm.py")
+
+
+def test_loss_falls(example, tmp_path, capsys):
+    plot = tmp_path / "new" / "loss.png"
+    curves = example.main(
+        [*TINY, "--steps", "60", "--implementation", "xla", "--output", str(plot)]
+    )
+    (losses,) = curves.values()
+    assert list(curves) == ["xla"]
+    assert losses.shape == (60,)
+    assert 5.3 < losses[0] < 5.8  # ln 256 = 5.55: uniform over bytes
+    assert losses[-10:].mean() < 3.6
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "attention is computed by 'xla'" in printed
+    assert "60/60" in printed
+    assert example.PROMPT.decode() in printed
+
+
+def test_implementation_that_cannot_serve_says_why(example, monkeypatch, tmp_path):
+    """Also what --compare does on a machine that cannot run the kernels."""
+    monkeypatch.setattr(
+        example.info, "refusals", lambda *_: {"fa4": ("no such GPU",), "xla": (), "emulated": ()}
+    )
+    with pytest.raises(SystemExit, match="no such GPU"):
+        example.main(
+            [*TINY, "--steps", "1", "--implementation", "fa4", "--output", str(tmp_path / "p")]
+        )
+
+
+def test_compare(example, monkeypatch, tmp_path, capsys):
+    """Two curves from the same seeds. Here XLA stands in for the kernels, so they are equal."""
+    attention_fn = example.fa4_jax.flax.attention_fn
+    monkeypatch.setattr(
+        example.fa4_jax.flax,
+        "attention_fn",
+        lambda *args, implementation, **kwargs: attention_fn(*args, implementation="xla", **kwargs),
+    )
+    monkeypatch.setattr(example.info, "explain", lambda *call: (call[-1], f"uses {call[-1]}"))
+    plot = tmp_path / "loss.png"
+    curves = example.main([*TINY, "--steps", "3", "--compare", "--output", str(plot)])
+    assert list(curves) == ["xla", "fa4"]
+    np.testing.assert_array_equal(curves["xla"], curves["fa4"])
+    assert "largest difference of the losses: 0.0000" in capsys.readouterr().out
+    assert plot.exists()
+
+
+def test_sample_depends_on_the_bytes_before_only(example):
+    """Sampling reads the logits before each place: a model that always says "next letter"."""
+    import jax
+
+    def next_letter(tokens):
+        return 1e4 * jax.nn.one_hot(tokens + 1, example.VOCABULARY)
+
+    assert example.sample(next_letter, b"xab", 8, seed=0) == b"xabcdefg"
