@@ -43,13 +43,13 @@ _TINY_SCALE = {"bfloat16": 2.0**-60, "float16": 2.0**-10}
 
 _WRONG_PLATFORM = {
     "cuda": (
-        'fa4_jax: implementation="fa4" runs on CUDA devices alone, and this program is compiled for '
-        'another platform; use implementation="xla", "emulated" (the same kernels on the CPU) or '
-        "None (the best for each platform)"
+        'fa4_jax: implementation="fa4" runs on CUDA devices alone, and this program is compiled '
+        'for another platform; use implementation="xla", "emulated" (the same kernels on the CPU) '
+        "or None (the best for each platform)"
     ),
     "cpu": (
-        'fa4_jax: implementation="emulated" runs on CPU devices alone, and this program is compiled '
-        'for another platform; use implementation="fa4", "xla" or None'
+        'fa4_jax: implementation="emulated" runs on CPU devices alone, and this program is '
+        'compiled for another platform; use implementation="fa4", "xla" or None'
     ),
 }
 
@@ -182,7 +182,7 @@ def _attention_backward(call: _Call, residuals, cotangents):
         scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
     dq, dk, dv = _backward(call, inputs._replace(scale=scale), _Saved(out, lse, dout, dlse))
     if scale_is_wanted is not None:
-        # dq = scale * sum_j dz_j k_j, so that q . dq = scale * sum_j dz_j (q . k_j) = scale * dscale.
+        # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j).
         product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
         dscale = jnp.sum(product, axis=(1, 2, 3)) / scale
         is_zero = (inputs.scale == 0)[:, None, None, None]

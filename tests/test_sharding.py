@@ -1,0 +1,233 @@
+"""Attention under jit with sharded inputs, and inside shard_map, equals the unsharded result.
+
+CPU: eight simulated devices, where "fa4" is the kernels' whole transform stack with XLA as the
+platform's implementation of the calls (``implementation=None``). On a GPU machine these tests run
+where there are eight devices; two real GPUs are ``test_multi_gpu.py``.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fa4_jax
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+B, T, S, H = 4, 16, 24, 8
+
+
+@pytest.fixture(params=["xla", None], ids=["xla", "automatic"])
+def attention(request):
+    return functools.partial(
+        fa4_jax.dot_product_attention,
+        is_causal=True,
+        return_residual=True,
+        implementation=request.param,
+    )
+
+
+def problem(num_heads, num_kv_heads):
+    keys = jax.random.split(jax.random.key(num_heads), 5)
+    shapes = [(B, T, num_heads, H), (B, S, num_kv_heads, H), (B, S, num_kv_heads, H)]
+    query, key, value = (
+        jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=False)
+    )
+    dout = jax.random.normal(keys[3], query.shape, jnp.bfloat16)
+    dlse = jax.random.normal(keys[4], query.shape[:3], jnp.float32)
+    lengths = jnp.array([24, 3, 9, 20], jnp.int32)
+    return query, key, value, lengths, dout, dlse
+
+
+def value_and_pullback(attention):
+    def run(query, key, value, lengths, dout, dlse):
+        def function(query, key, value):
+            return attention(query, key, value, key_value_seq_lengths=lengths)
+
+        results, pullback = jax.vjp(function, query, key, value)
+        return *results, *pullback((dout, dlse))
+
+    return run
+
+
+def assert_close(actual, expected):
+    """To bfloat16 rounding: sums over shards may be added in another order."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=2**-7, atol=2**-7 * np.abs(y[np.isfinite(y)]).max())
+
+
+def count_collectives(compiled):
+    text = compiled.as_text()
+    counts = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+# name: query heads, kv heads, specs of query and of key and value, and the collectives allowed:
+# none, "sum" (dk and dv over shards of the queries) or "gather" (what cannot be sharded).
+CASES = {
+    "batch, heads": (8, 8, P("x", None, "y"), P("x", None, "y"), "none"),
+    "GQA": (8, 4, P("x", None, "y"), P("x", None, "y"), "none"),
+    "MQA": (8, 1, P("x", None, "y"), P("x"), "sum"),
+    "axis does not divide kv heads": (8, 2, P("x", None, "y"), P("x"), "sum"),
+    "query positions": (8, 4, P("x", "y"), P("x"), "sum"),
+    "two axes on positions": (8, 4, P(None, ("x", "y")), P(), "sum"),
+    "positions and heads": (8, 4, P(None, "y", "x"), P(None, None, "x"), "sum"),
+    "key positions too": (8, 4, P("x", "y"), P("x", "y"), "gather"),
+    "heads cannot be split": (6, 3, P(None, None, "x"), P(), "gather"),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("case", CASES)
+def test_jit_keeps_shardings(attention, case, axis_type, request):
+    num_heads, num_kv_heads, query_spec, kv_spec, allowed = CASES[case]
+    kernels = "automatic" in request.node.callspec.id
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    arguments = problem(num_heads, num_kv_heads)
+    specs = [query_spec, kv_spec, kv_spec, P(*query_spec[:1]), query_spec, P(*query_spec[:3])]
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    run = value_and_pullback(attention)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(*sharded).compile()
+        results = compiled(*sharded)
+    assert_close(results, jax.jit(run)(*arguments))
+
+    collectives = count_collectives(compiled)
+    if allowed == "none":
+        assert not collectives
+    if allowed == "sum" and kernels:
+        assert set(collectives) == {"all-reduce"}
+    if allowed != "gather":
+        out, lse, dq, _, _ = results
+        for x in (out, lse, dq):
+            expected = NamedSharding(mesh, P(*query_spec[: x.ndim]))
+            assert x.sharding.is_equivalent_to(expected, x.ndim), x.sharding
+
+
+def test_jit_without_a_mesh_in_context():
+    arguments = problem(8, 4)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    specs = [P("x", None, "y")] * 3 + [P("x"), P("x", None, "y"), P("x", None, "y")]
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arguments, specs, strict=True)
+    ]
+    attention = functools.partial(fa4_jax.dot_product_attention, return_residual=True)
+    run = jax.jit(value_and_pullback(attention))
+    compiled = run.lower(*sharded).compile()
+    assert not count_collectives(compiled)
+    assert_close(compiled(*sharded), run(*arguments))
+
+
+def test_every_other_operand_follows_its_batch_and_heads():
+    """bias, mask, lengths, segments and sinks, on the implementation that takes them all."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    query, key, value, lengths, dout, _ = problem(8, 4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    operands = {
+        "query": (query, P("x", None, "y")),
+        "key": (key, P("x", None, "y")),
+        "value": (value, P("x", None, "y")),
+        "bias": (jax.random.normal(keys[0], (B, 8, T, S)), P("x", "y")),
+        "mask": (jax.random.bernoulli(keys[1], 0.7, (B, 1, T, S)), P("x")),
+        "query_seq_lengths": (lengths // 2 + 1, P("x")),
+        "key_value_seq_lengths": (lengths, P("x")),
+        "query_segment_ids": (jnp.arange(B * T).reshape(B, T) % T // 8, P("x")),
+        "key_value_segment_ids": (jnp.arange(B * S).reshape(B, S) % S // 8, P("x")),
+        "sinks": (jax.random.normal(keys[2], (8,)), P("y")),
+    }
+    values = {name: x for name, (x, _) in operands.items()}
+    sharded = {
+        name: jax.device_put(x, NamedSharding(mesh, spec)) for name, (x, spec) in operands.items()
+    }
+
+    def run(operands, dout):
+        floating = {n: x for n, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        others = {n: x for n, x in operands.items() if n not in floating}
+
+        def function(floating):
+            return fa4_jax.dot_product_attention(**floating, **others, implementation="xla")
+
+        out, pullback = jax.vjp(function, floating)
+        return out, pullback(dout)
+
+    dout_sharded = jax.device_put(dout, NamedSharding(mesh, P("x", None, "y")))
+    compiled = jax.jit(run).lower(sharded, dout_sharded).compile()
+    # The gradient of sinks is a sum over the batch, which is sharded.
+    assert set(count_collectives(compiled)) <= {"all-reduce"}
+    assert_close(compiled(sharded, dout_sharded), jax.jit(run)(values, dout))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_inside_scan(attention, check_vma):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    query, key, value = problem(8, 4)[:3]
+
+    def layers(query, key, value):
+        def layer(carry, _):
+            return attention(carry, key, value)[0], None
+
+        return jax.lax.scan(layer, query, None, length=2)[0]
+
+    spec = P("x", None, "y")
+    mapped = jax.shard_map(
+        layers, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
+    )
+
+    def gradients(function):
+        def loss(*arguments):
+            return jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(query, key, value)
+
+    assert_close(gradients(mapped), gradients(layers))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_sums_gradients_of_replicated_keys_once(attention, check_vma):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    query, key, value = problem(8, 4)[:3]
+    query = query.reshape(8, B * T // 8, 8, H)
+
+    def attend(query, key, value):
+        return attention(query, key, value)[0]
+
+    def one_batch_of_keys(query, key, value):
+        keys, values = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (key, value))
+        return attend(query, keys, values)
+
+    mapped = jax.shard_map(
+        one_batch_of_keys,
+        mesh=mesh,
+        in_specs=(P("x"), P(), P()),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+
+    def gradients(function):
+        def loss(*arguments):
+            return jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(query, key[:1], value[:1])
+
+    assert_close(gradients(mapped), gradients(one_batch_of_keys))
+
+
+def test_every_device_may_come_first(attention):
+    query, key, value = problem(4, 2)[:3]
+    expected = attention(query, key, value)
+    for device in (jax.devices()[5], jax.devices()[0], jax.devices()[5]):
+        results = jax.jit(attention)(*jax.device_put((query, key, value), device))
+        assert all(x.devices() == {device} for x in results)
+        assert_close(results, expected)
