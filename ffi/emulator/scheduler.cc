@@ -385,6 +385,48 @@ bool release_timeouts(Cluster& cluster) {
   return any;
 }
 
+// How a seed plays: each cluster draws once. Between operations that finish at once and such that wait for everything else,
+// between warps that run far ahead and warps that alternate, with or without a warp that is neglected.
+struct Mood {
+  uint64_t operation_odds;  // a step of an operation in flight is tried once in so many turns
+  uint64_t slice_bits;      // warps run up to 2^slice_bits instructions
+  size_t neglected;         // a warp that is passed over 15 times in 16; none: beyond the last
+};
+
+Mood draw_mood(Cluster& cluster, size_t warps) {
+  const uint64_t odds[] = {1, 2, 4, 16, 64, 512};
+  return {odds[cluster.random() % 6], cluster.random() % 12, cluster.random() % (2 * warps)};
+}
+
+// One step of a random operation that is ready.
+bool step_any(Cluster& cluster) {
+  std::vector<size_t> ready;
+  for (size_t i = 0; i < cluster.pending.size(); ++i) if (cluster.pending[i]->ready()) ready.push_back(i);
+  if (ready.empty()) return false;
+  size_t i = ready[cluster.random() % ready.size()];
+  std::unique_ptr<Asynchronous> operation = std::move(cluster.pending[i]);
+  ++cluster.progress;
+  try {
+    if (operation->step()) cluster.pending.erase(cluster.pending.begin() + i);
+    else cluster.pending[i] = std::move(operation);
+  } catch (const Fault& fault) {
+    throw Fault(fault.text + "\n  in the asynchronous part of " + operation->describe());
+  }
+  return true;
+}
+
+// A turn of a random warp that can run.
+bool turn_any(Cluster& cluster, const std::vector<Warp*>& warps, const Mood& mood, bool* yielded) {
+  size_t start = cluster.random() % warps.size();
+  uint64_t slice = uint64_t{1} << (cluster.random() % (mood.slice_bits + 1));
+  for (size_t i = 0; i < warps.size(); ++i) {
+    size_t at = (start + i) % warps.size();
+    if (at == mood.neglected && cluster.random() % 16) continue;
+    if (turn(*warps[at], slice, yielded)) return true;
+  }
+  return mood.neglected < warps.size() && turn(*warps[mood.neglected], slice, yielded);
+}
+
 enum class Outcome { kFinished, kSpinning };
 constexpr uint64_t kSlice = 4096;
 constexpr int kTimeoutRounds = 8;  // rounds of refused try_waits without any progress before the verdict "deadlock"
@@ -394,28 +436,14 @@ Outcome run_cluster(Cluster& cluster) {
   const Options& options = cluster.grid->request->options;
   std::vector<Warp*> warps;
   for (auto& cta : cluster.ctas) for (Warp& w : cta->warps) warps.push_back(&w);
+  Mood mood = draw_mood(cluster, warps.size());
   uint64_t progress = cluster.progress, since = cluster.instructions;
   int timeouts = 0;
   while (cluster.live_warps() > 0) {
     bool ran = false, yielded = false;
     if (cluster.adversarial) {
-      // A random warp for a random while, or a random step of an operation in flight.
-      size_t operations = cluster.pending.size();
-      if (operations && cluster.random() % 3 == 0) {
-        size_t i = cluster.random() % operations;
-        if (cluster.pending[i]->ready()) {
-          ++cluster.progress;
-          if (cluster.pending[i]->step()) cluster.pending.erase(cluster.pending.begin() + i);
-          ran = true;
-        }
-      } else {
-        size_t start = cluster.random() % warps.size();
-        uint64_t slice = uint64_t{1} << (cluster.random() % 9);
-        for (size_t i = 0; i < warps.size() && !ran; ++i) {
-          ran = turn(*warps[(start + i) % warps.size()], slice, &yielded);
-        }
-        if (!ran && operations) ran = true;  // only operations can move: draw again
-      }
+      ran = (cluster.random() % mood.operation_odds == 0 && step_any(cluster)) || turn_any(cluster, warps, mood, &yielded) ||
+            step_any(cluster);
     } else {
       for (Warp* w : warps) ran |= turn(*w, kSlice, &yielded);
       if (!ran && !cluster.pending.empty()) {
