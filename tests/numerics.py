@@ -31,8 +31,28 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 FORMATS = {
     name: i
     for i, name in enumerate(
-        "u8 u16 u32 u64 s8 s16 s32 s64 f16 bf16 tf32 f32 f64 "
-        "e4m3 e5m2 e2m3 e3m2 e2m1 ue8m0 ue4m3".split()
+        [
+            "u8",
+            "u16",
+            "u32",
+            "u64",
+            "s8",
+            "s16",
+            "s32",
+            "s64",
+            "f16",
+            "bf16",
+            "tf32",
+            "f32",
+            "f64",
+            "e4m3",
+            "e5m2",
+            "e2m3",
+            "e3m2",
+            "e2m1",
+            "ue8m0",
+            "ue4m3",
+        ]
     )
 }
 BITS = {
@@ -46,11 +66,32 @@ FLOAT_TYPES = {
 FLOAT_OPS = {
     name: i
     for i, name in enumerate(
-        "add sub mul fma min max abs neg div rcp sqrt rsqrt ex2 lg2 sin cos tanh".split()
+        [
+            "add",
+            "sub",
+            "mul",
+            "fma",
+            "min",
+            "max",
+            "abs",
+            "neg",
+            "div",
+            "rcp",
+            "sqrt",
+            "rsqrt",
+            "ex2",
+            "lg2",
+            "sin",
+            "cos",
+            "tanh",
+        ]
     )
 }
 COMPARES = {
-    name: i for i, name in enumerate("eq ne lt le gt ge equ neu ltu leu gtu geu num nan".split())
+    name: i
+    for i, name in enumerate(
+        ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
+    )
 }
 SWIZZLES = {
     name: i for i, name in enumerate(["none", "32", "64", "128", "128a32", "128a32f8", "128a64"])
@@ -170,3 +211,133 @@ def arithmetic(op: str, kind: str, *operands: np.ndarray, rounding="rn", flags=0
         pointer(out), *(pointer(p) for p in padded),
     )  # fmt: skip
     return out[:count] if known else None
+
+
+# ---- shared-memory layouts, written from the canonical layouts' pictures -----------------------
+
+SPANS = {"none": 16, "32": 32, "64": 64, "128": 128, "128a32": 128}
+
+
+def chunk_position(swizzle: str, row: int, chunk: int) -> int:
+    """Where chunk (16 bytes) `chunk` of row `row` of an atom of 8 rows lies in its row."""
+    match swizzle:
+        case "128":
+            return chunk ^ (row % 8)
+        case "64":
+            return chunk ^ (row // 2 % 4)
+        case "32":
+            return chunk ^ (row // 4 % 2)
+        case "128a32":  # pairs of chunks move together, and the atom has 4 rows
+            return (chunk // 2 ^ row % 4) * 2 + chunk % 2
+    return chunk
+
+
+def place(shared, base, rows, swizzle, major, leading, stride):
+    """Writes a matrix into shared memory: `rows` is uint8 [mn, k bytes], or MN-major [k, mn bytes].
+
+    The tile may span several swizzle atoms along its contiguous direction; atoms of a K-major
+    operand then lie `leading` bytes apart.
+    """
+    span = SPANS[swizzle]
+    group = 4 if swizzle == "128a32" else 8
+    for r, row in enumerate(rows):
+        for c in range(len(row) // 16):
+            if swizzle == "none" and major == "mn":
+                at = c * stride + r // 8 * leading + r % 8 * 16
+            elif swizzle == "none":
+                at = r // 8 * stride + c * leading + r % 8 * 16
+            else:
+                per_span = span // 16
+                inner = chunk_position(swizzle, r % group, c % per_span) * 16
+                at = c // per_span * leading + r // group * stride + r % group * span + inner
+            shared[base + at : base + at + 16] = row[c * 16 : c * 16 + 16]
+
+
+def wgmma_descriptor(start, leading, stride, swizzle, base_offset=0):
+    mode = {"none": 0, "128": 1, "64": 2, "32": 3}[swizzle]
+    return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base_offset << 49 | mode << 62
+
+
+def tcgen05_descriptor(start, leading, stride, swizzle, base_offset=0, absolute=False):
+    mode = {"none": 0, "128a32": 1, "128": 2, "64": 4, "32": 6}[swizzle]
+    fields = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | base_offset << 49
+    return fields | int(absolute) << 52 | mode << 61
+
+
+def to_bytes(name: str, codes: np.ndarray, padded: bool = False) -> np.ndarray:
+    """Packs codes [rows, n] into bytes [rows, ...]; `padded`: 16 elements in 16 bytes."""
+    bits = BITS[name]
+    if bits >= 8:
+        return np.ascontiguousarray(codes.astype(f"<u{bits // 8}")).view(np.uint8)
+    rows, count = codes.shape
+    positions = np.arange(count) * bits
+    out = np.zeros((rows, count if padded else count * bits // 8), np.uint8)
+    if padded:
+        positions = np.arange(count) // 16 * 128 + np.arange(count) % 16 * bits
+    for column, position in enumerate(positions):
+        for bit in range(bits):
+            at = position + bit
+            out[:, at // 8] |= ((codes[:, column] >> bit & 1) << at % 8).astype(np.uint8)
+    return out
+
+
+# ---- matrix products: the arithmetic of the tensor cores ---------------------------------------
+
+MIN_EXPONENT = {
+    "f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14, "e2m3": 0, "e3m2": -2,
+    "e2m1": 0, "ue4m3": -6, "ue8m0": -127, "f32": -126,
+}  # fmt: skip
+
+
+def exponents(values, minimum):
+    with np.errstate(divide="ignore"):
+        e = np.floor(np.log2(np.abs(values)))
+    return np.where(values == 0, -126, np.maximum(e, minimum)).astype(np.int64)
+
+
+def truncate(values, mantissa=23):
+    """float64 to float32 toward zero, keeping `mantissa` bits."""
+    e = exponents(values, -126)
+    unit = np.exp2((e - mantissa).astype(np.float64))
+    return (np.trunc(values / unit) * unit).astype(np.float32)
+
+
+def fused(a, b, c, formats, fraction=25, mantissa=23, scales=None, half=False):
+    """a [m, k] @ b [k, n] + c: exact products aligned to the largest exponent, then truncated."""
+    e = exponents(a, MIN_EXPONENT[formats[0]])[:, :, None]
+    e = e + exponents(b, MIN_EXPONENT[formats[1]])[None]
+    products = a[:, :, None] * b[None]
+    if scales is not None:  # powers of two of each row of A and column of B
+        shift = scales[0][:, None] + scales[1][None, :]
+        e = e + shift[:, None, :]
+        products = products * np.exp2(shift[:, None, :].astype(np.float64))
+    c = np.broadcast_to(np.asarray(c, np.float64), products.shape[::2])
+    largest = np.maximum(e.max(1), exponents(c, -14 if half else -126))
+    unit = np.exp2((largest - fraction).astype(np.float64))
+    total = np.trunc(products / unit[:, None]).sum(1) + np.trunc(c / unit)
+    return (total * unit).astype(np.float16) if half else truncate(total * unit, mantissa)
+
+
+def fused_scaled(a, b, c, scale_a, scale_b, scale_format):
+    """FP4: exact dot products of 16, times their scales [m, k/16] and [k/16, n]; 35 bits."""
+    groups = a.shape[1] // 16
+    dots = np.einsum("mgx,gxn->gmn", a.reshape(len(a), groups, 16), b.reshape(groups, 16, -1))
+    terms = dots * scale_a.T[:, :, None] * scale_b[:, None, :]
+    minimum = MIN_EXPONENT[scale_format]
+    e = exponents(scale_a, minimum).T[:, :, None] + exponents(scale_b, minimum)[:, None, :]
+    c = np.broadcast_to(np.asarray(c, np.float64), dots.shape[1:])
+    unit = np.exp2((np.maximum(e.max(0), exponents(c, -126)) - 35).astype(np.float64))
+    return truncate((np.trunc(terms / unit).sum(0) + np.trunc(c / unit)) * unit)
+
+
+def random_codes(name, rng, shape):
+    """Codes of finite numbers of moderate size, zeros and subnormals among them."""
+    bits = BITS[name]
+    if bits == 4 or name in ("u8", "s8"):
+        return rng.integers(0, 1 << bits, shape).astype(np.uint32)
+    values = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 2, shape)
+    values[rng.random(shape) < 0.05] = 0
+    if name in ("f32", "tf32"):
+        return values.astype(np.float32).view(np.uint32)
+    storage = np.uint16 if bits == 16 else np.uint8
+    return values.astype(np.float32).astype(DTYPES[name]).view(storage).astype(np.uint32)

@@ -237,7 +237,7 @@ def test_float_to_integer(target, mode):
 
 
 def directed(exact, mode, mantissa=23, emin=-126, emax=127, negative_zero=False):
-    """Rounds a Fraction to a binary float: bits with `mantissa` fraction bits, as a Python float."""
+    """Rounds a Fraction to a binary float with `mantissa` fraction bits, as a Python float."""
     if exact == 0:
         return -0.0 if negative_zero else 0.0
     magnitude = abs(exact)

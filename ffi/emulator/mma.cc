@@ -30,6 +30,7 @@ namespace {
 constexpr int kMaxColumns = 256;
 constexpr int kMaxGroups = 6;
 constexpr int16_t kNoExponent = -16000;
+constexpr int16_t kNotFinite = 8000;  // of infinities and NaN: never regular, whatever they are multiplied with
 // Between these, products neither underflow nor overflow float32 where it matters: a product below 2^-126 is below the
 // last kept bit, 2^(-100 - 25).
 constexpr int kLowestRegular = -100;
@@ -179,6 +180,7 @@ class FlushSubnormals {
 int16_t exponent_of(float value, int min_exponent) {
   const uint32_t bits = as_bits(value) & 0x7fffffff;
   if (bits == 0) return -126;
+  if (bits >= 0x7f800000) return kNotFinite;
   const int exponent = static_cast<int>(bits >> 23) - 127;
   return static_cast<int16_t>(exponent > min_exponent ? exponent : min_exponent);
 }
@@ -232,9 +234,9 @@ void multiply_accumulate(int m, int n, int k, const MmaOperand& a, const MmaOper
 
   int16_t highest = 0;
   for (const int16_t e : exponents) highest = e > highest ? e : highest;
-  // 128 means infinities or NaN, whose product with zero counts; a scale may be NaN too. FP8 on Hopper truncates the
-  // accumulator even when nothing is added.
-  if (highest < 128 && a.scale_exponents == nullptr && accumulation.result != Accumulator::kF32E8M13) {
+  // The product of zero with an infinity, NaN or a NaN scale counts; and FP8 on Hopper truncates the accumulator even when
+  // nothing is added.
+  if (highest != kNotFinite && a.scale_exponents == nullptr && accumulation.result != Accumulator::kF32E8M13) {
     for (int i = 0; i < m; ++i) {
       uint32_t any = 0;
       for (int x = 0; x < k; ++x) any |= as_bits(a.values[static_cast<size_t>(i) * k + x]) << 1;
