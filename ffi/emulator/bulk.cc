@@ -1,6 +1,8 @@
 // Targets, completion and checks of asynchronous copies. See bulk.h.
 #include "bulk.h"
 
+#include "tensor_core.h"
+
 namespace emulator {
 
 SharedPlace shared_place(Cta& cta, uint32_t address, uint32_t bytes) { return locate_shared(cta.warps[0], address, bytes, false); }
@@ -109,7 +111,23 @@ void arrive_after(const Agent&, const std::vector<std::shared_ptr<BulkGroup>>&, 
   mbarrier_arrive(barrier, 1);
 }
 
-// ---- the end of warps and CTAs ----------------------------------------------------------------------------------------------
+// ---- the start and the end of CTAs -------------------------------------------------------------------------------------------
+
+void start_engines(Cta& cta) {
+  cta.warpgroups.resize((cta.warps.size() + 3) / 4);
+  for (size_t g = 0; g < cta.warpgroups.size(); ++g) {
+    cta.warpgroups[g] = std::make_unique<WarpgroupQueue>();
+    for (size_t i = 0; i < 4 && 4 * g + i < cta.warps.size(); ++i) cta.warpgroups[g]->warps[i] = &cta.warps[4 * g + i];
+  }
+  if (cta.cluster->grid->program->uses_tensor_memory) cta.tensor = std::make_shared<TensorCore>(cta);
+}
+
+void check_cta_exit(Cta& cta) {
+  if (cta.tensor && !cta.tensor->allocations.empty()) {
+    const TensorCore::Allocation& a = cta.tensor->allocations[0];
+    throw Fault(format("the CTA exits without having freed tensor memory columns %u..%u", a.column, a.column + a.columns - 1));
+  }
+}
 
 void check_warp_exit(Warp& w) {
   if (grid_of(w).request->options.strict_exit) {

@@ -243,6 +243,7 @@ const Families& families() {
     register_mbarrier(f);
     register_bulk(f);
     register_matrix(f);
+    register_tensor(f);
     return f;
   }();
   return all;

@@ -228,14 +228,4 @@ void register_matrix(Families& f) {
   f["mma"] = decode_mma;
 }
 
-void start_engines(Cta& cta) {
-  cta.warpgroups.resize((cta.warps.size() + 3) / 4);
-  for (size_t g = 0; g < cta.warpgroups.size(); ++g) {
-    cta.warpgroups[g] = std::make_unique<WarpgroupQueue>();
-    for (size_t i = 0; i < 4 && 4 * g + i < cta.warps.size(); ++i) cta.warpgroups[g]->warps[i] = &cta.warps[4 * g + i];
-  }
-}
-
-void check_cta_exit(Cta&) {}
-
 }  // namespace emulator

@@ -25,6 +25,8 @@ struct Cluster;
 struct Grid;
 class Races;
 class WarpgroupQueue;
+class TensorCore;
+struct TensorRequest;
 
 // ---- what a caller asks for ------------------------------------------------------------------------------------------
 
@@ -44,6 +46,7 @@ struct Options {
   uint64_t idle_limit = 4'000'000;  // warp instructions without visible progress that count as a livelock
   int num_sms = 132;             // of the pretended device: clusters resident at once, %nsmid
   uint32_t registers = 0;        // per thread at launch (setmaxnreg accounting); 0: what fits
+  bool eager_tensor_loads = false;  // a tcgen05.ld is complete at once, even when a seed would delay it to its wait
   bool trace = false;
 };
 
@@ -118,6 +121,8 @@ struct Warp {
   std::vector<std::unique_ptr<LaneBulk>> bulk;  // per lane, on first use
   uint32_t carry[kLanes] = {};                  // CC.CF of the extended-precision instructions
   uint32_t registers = 0;                       // setmaxnreg
+  std::shared_ptr<TensorRequest> tensor_request;  // the last tcgen05.alloc
+  int tensor_loads = 0, tensor_stores = 0;        // tcgen05.ld and .st in flight
   uint64_t cluster_arrivals = 0, cluster_waits = 0;  // barrier.cluster
   bool barrier_result_ready = false;            // bar.red waits, then executes again to read its result
   uint64_t executed = 0;
@@ -189,6 +194,7 @@ struct Cta {
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
   std::vector<std::unique_ptr<WarpgroupQueue>> warpgroups;
+  std::shared_ptr<TensorCore> tensor;
   uint32_t free_registers = 0;
   uint32_t live_warps = 0;
   Counters counters;
