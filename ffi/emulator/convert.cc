@@ -155,6 +155,12 @@ uint64_t read_lane(const void* source, bool wide, int lane) {
 
 // ---- vectorised conversions -----------------------------------------------------------------------------------------
 
+// Chooses without control flow, which would keep the loops below scalar.
+inline __attribute__((always_inline)) uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
 // f32 to a narrow format, round to nearest even, clamped to kTop: the largest finite code or infinity.
 template <int kMantissa, int kBias, uint32_t kTop, uint32_t kNan, int kSign>
 inline __attribute__((always_inline)) uint32_t narrow(uint32_t bits, bool relu) {
@@ -165,12 +171,11 @@ inline __attribute__((always_inline)) uint32_t narrow(uint32_t bits, bool relu) 
   // Adding a number whose last place is the format's smallest step rounds a subnormal.
   constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 1 - kBias - kMantissa + 23) << 23;
   const uint32_t subnormal = as_bits(as_float(magnitude) + as_float(kMagic)) - kMagic;
-  uint32_t code = magnitude < (static_cast<uint32_t>(128 - kBias) << 23) ? subnormal : normal;
-  code = code < kTop ? code : kTop;
-  const bool negative = bits >> 31;
-  const uint32_t sign = negative ? 1u << kSign : 0;
-  code = relu && negative ? 0 : code | sign;
-  return magnitude > 0x7f800000 ? kNan : code;
+  uint32_t code = select(magnitude < (static_cast<uint32_t>(128 - kBias) << 23), subnormal, normal);
+  code = select(code < kTop, code, kTop);
+  const uint32_t negative = bits >> 31;
+  code = select((negative & static_cast<uint32_t>(relu)) != 0, 0, code | (negative << kSign));
+  return select(magnitude > 0x7f800000, kNan, code);
 }
 
 #define EMULATOR_NARROW_X2(NAME, MANTISSA, BIAS, TOP, NAN_CODE, SIGN, STRIDE)                          \
@@ -192,8 +197,45 @@ EMULATOR_NARROW_X2(to_e2m1x2, 1, 1, 0x7, 0x7, 3, 4)
 
 inline __attribute__((always_inline)) uint32_t bf16_of(uint32_t bits, bool relu) {
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const uint32_t code = relu && (bits >> 31) ? 0 : rounded;
-  return (bits & 0x7fffffff) > 0x7f800000 ? kNaN16 : code;
+  const uint32_t code = select((bits >> 31 & static_cast<uint32_t>(relu)) != 0, 0, rounded);
+  return select((bits & 0x7fffffff) > 0x7f800000, kNaN16, code);
+}
+
+// f32 magnitudes to powers of two, up or down. 2^(c - 127): code 0 is the subnormal 2^-127, 0x00400000.
+inline __attribute__((always_inline)) uint32_t ue8m0_of(uint32_t bits, bool up) {
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t field = magnitude >> 23;
+  const uint32_t more = static_cast<uint32_t>((magnitude & 0x7fffff) != 0) & static_cast<uint32_t>(up);
+  uint32_t code = field + more;
+  code = select(magnitude <= 0x00400000, 0, code);
+  code = select(code < 254, code, 254);
+  return select(magnitude > 0x7f800000, 255, code);
+}
+
+EMULATOR_CLONES void to_ue8m0x2(const CvtSpec& spec, void* d, const void* const* sources) {
+  const uint32_t* a = static_cast<const uint32_t*>(sources[0]);
+  const uint32_t* b = static_cast<const uint32_t*>(sources[1]);
+  uint32_t* out = static_cast<uint32_t*>(d);
+  const bool up = spec.round == Round::kUp;
+  for (int lane = 0; lane < kLanes; ++lane) out[lane] = (ue8m0_of(a[lane], up) << 8) | ue8m0_of(b[lane], up);
+}
+
+// f32 to integers of 32 bits, saturating; NaN gives 0.
+template <bool kSigned>
+inline __attribute__((always_inline)) uint32_t integer_of(float rounded) {
+  constexpr float kLow = kSigned ? -0x1p31f : 0.0f, kHigh = kSigned ? 0x1p31f : 0x1p32f;
+  if (!(rounded > kLow)) return rounded == rounded ? (kSigned ? 0x80000000u : 0u) : 0u;
+  if (rounded >= kHigh) return kSigned ? 0x7fffffffu : 0xffffffffu;
+  return static_cast<uint32_t>(static_cast<int64_t>(rounded));
+}
+
+template <bool kSigned>
+void to_integer32(const CvtSpec& spec, void* d, const void* const* sources) {
+  const float* a = static_cast<const float*>(sources[0]);
+  uint32_t* out = static_cast<uint32_t*>(d);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    out[lane] = integer_of<kSigned>(static_cast<float>(round_integral(static_cast<double>(a[lane]), spec.round)));
+  }
 }
 
 EMULATOR_CLONES void to_bf16x2(const CvtSpec& spec, void* d, const void* const* sources) {
@@ -311,6 +353,12 @@ void convert(const CvtSpec& spec, void* d, const void* const* sources) {
 }
 
 ConvertFunction find_convert(const CvtSpec& spec) {
+  const bool plain = !spec.sat && !spec.ftz && !spec.relu;
+  if (plain && spec.from == Format::kF32 && spec.to == Format::kUE8M0 && spec.satfinite) return to_ue8m0x2;
+  if (plain && spec.integer_round && spec.from == Format::kF32) {
+    if (spec.to == Format::kS32) return to_integer32<true>;
+    if (spec.to == Format::kU32) return to_integer32<false>;
+  }
   const bool nearest = spec.round == Round::kNearestEven && !spec.integer_round && !spec.sat && !spec.ftz;
   if (nearest && spec.from == Format::kF32 && spec.to_count == 2) {
     if (spec.satfinite) {
