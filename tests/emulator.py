@@ -255,3 +255,76 @@ class Emulator:
             raise EmulatorError(self._library.emulator_error().decode())
         text = self._library.emulator_trace().decode() if trace else ""
         return Result(instructions.value, seconds.value, text)
+
+
+def _grid(expression: str, symbols: dict[str, int]) -> int:
+    """Evaluates `T/128*N*B limit num_sms*1` of the manifest: products of factors, / is a ceiling division."""
+
+    def product(text: str) -> int:
+        total = 1
+        for factor in text.split("*"):
+            name, *divisors = factor.split("/")
+            value = symbols[name] if name in symbols else int(name)
+            for divisor in divisors:
+                value = -(-value // int(divisor))
+            total *= value
+        return total
+
+    work, _, limit = expression.partition(" limit ")
+    return min(product(work), product(limit)) if limit else product(work)
+
+
+def launch_kernel(
+    directory: str | pathlib.Path,
+    kernel: str,
+    operands: dict[str, np.ndarray | None],
+    symbols: dict[str, int],
+    num_sms: int = 132,
+    **options,
+) -> Result:
+    """Runs a kernel of a bundle directory (NAME.ptx and its manifest block) as ffi/launch.cc would.
+
+    operands: arrays by the names of the manifest, None for absent optional ones. symbols: T, S, N ... and the
+    attributes that the kernel takes. options: those of Emulator.launch.
+    """
+    directory = pathlib.Path(directory)
+    block = None
+    for path in [directory / f"{kernel}.manifest", directory.parent / "manifest.txt"]:
+        if path.exists():
+            for candidate in path.read_text().split("\n\n"):
+                if f"kernel {kernel}" in candidate.splitlines():
+                    block = candidate
+    if block is None:
+        raise ValueError(f"no manifest of {kernel} in {directory}")
+    fields: dict[str, str] = {}
+    params: list[object] = []
+    symbols = {**symbols, "num_sms": num_sms}
+    for line in block.strip().splitlines():
+        key, _, rest = line.partition(" ")
+        if key != "param":
+            fields[key] = rest
+            continue
+        kind, name, *more = rest.split()
+        if kind == "tensor_map":
+            array = operands[name]
+            if array is None:
+                raise ValueError(f"operand {name} is absent")
+            split = more.index("swizzle")
+            params.append(TensorMap(array, [int(n) for n in more[1:split]], int(more[split + 1])))
+        elif kind == "pointer":
+            params.append(operands[name])
+        elif kind == "f32":
+            params.append(float(symbols[name]))
+        else:
+            params.append(int(symbols[name]))
+    return Emulator((directory / f"{kernel}.ptx").read_text()).launch(
+        fields["entry"],
+        _grid(fields["grid"], symbols),
+        int(fields["threads"]),
+        params,
+        cluster=[int(n) for n in fields["cluster"].split()],
+        shared=int(fields["shared"]),
+        num_sms=num_sms,
+        registers=int(fields["registers"]),
+        **options,
+    )

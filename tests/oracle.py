@@ -78,11 +78,15 @@ class Attention:
         S = self.key.shape[1]
         self.scale = H**-0.5 if self.scale is None else float(self.scale)
         group = N // self.key.shape[2]
-        self._k, self._v = (np.repeat(x, group, axis=2) for x in (self.key, self.value))
+        # Heads first, each query head with its own copy of its key/value head.
+        self._q = np.moveaxis(self.query, 2, 1)
+        self._k, self._v = (
+            np.moveaxis(np.repeat(x, group, axis=2), 2, 1) for x in (self.key, self.value)
+        )
         self._seen = visible_keys((B, N, T, S), **self.masks)
         if self.bias is not None:
             self._seen = self._seen & (self.bias != -np.inf)
-        self._dots = r(np.einsum("bind,bjnd->bnij", self.query, self._k))
+        self._dots = r(self._q @ np.swapaxes(self._k, 2, 3))
         logits = r(self.scale * self._dots)
         if self.logits_soft_cap is not None:
             logits = r(self.logits_soft_cap * r(np.tanh(r(logits / self.logits_soft_cap))))
@@ -98,7 +102,7 @@ class Attention:
         total = np.where(self._any, r(weights.sum(-1) + sink_weights), 1)
         self._probs = r(weights / total[..., None])
         self._sink_probs = r(sink_weights / total)
-        self.out = r(np.einsum("bnij,bjnd->bind", self._probs, self._v))
+        self.out = r(np.moveaxis(self._probs @ self._v, 1, 2))
         lse = np.where(self._any, peak + np.log(total), -np.inf)
         self.lse = np.moveaxis(lse, 1, 2)
 
@@ -111,11 +115,11 @@ class Attention:
     def gradients(self, dout, dlse=None):
         """Gradients of `sum(dout * out) + sum(dlse * lse)`, by argument name."""
         r = self._round
-        dout = np.asarray(dout, np.float64)
-        dlse = np.zeros(dout.shape[:3]) if dlse is None else np.asarray(dlse, np.float64)
+        dout = np.moveaxis(np.asarray(dout, np.float64), 1, 2)
+        dlse = np.zeros(self.lse.shape) if dlse is None else np.asarray(dlse, np.float64)
         # d lse / d logit_j = p_j;  d out / d logit_j = p_j (v_j - out).
-        of_probs = r(np.einsum("bind,bjnd->bnij", dout, self._v))
-        through_out = np.moveaxis((dout * self.out).sum(-1), 1, 2)
+        of_probs = r(dout @ np.swapaxes(self._v, 2, 3))
+        through_out = (dout * np.moveaxis(self.out, 2, 1)).sum(-1)
         shared = np.moveaxis(dlse, 1, 2) - through_out
         d_logits = r(self._probs * r(of_probs + shared[..., None]))
         d_sinks = (self._sink_probs * shared).sum((0, 2))
@@ -123,12 +127,15 @@ class Attention:
         if self.logits_soft_cap is not None:
             d_scaled = r(d_logits * (1 - (self._capped / self.logits_soft_cap) ** 2))
         d_dots = r(self.scale * d_scaled)
-        B, S, K, _ = self.key.shape
-        sum_group = lambda x: x.reshape(B, S, K, -1, x.shape[-1]).sum(3)  # noqa: E731
+        B, _, K, _ = self.key.shape
+
+        def per_kv_head(x):
+            return np.moveaxis(x.reshape(B, K, -1, *x.shape[2:]).sum(2), 1, 2)
+
         found = {
-            "query": np.einsum("bnij,bjnd->bind", d_dots, self._k),
-            "key": sum_group(np.einsum("bnij,bind->bjnd", d_dots, self.query)),
-            "value": sum_group(np.einsum("bnij,bind->bjnd", self._probs, dout)),
+            "query": np.moveaxis(d_dots @ self._k, 1, 2),
+            "key": per_kv_head(np.swapaxes(d_dots, 2, 3) @ self._q),
+            "value": per_kv_head(np.swapaxes(self._probs, 2, 3) @ dout),
             "scale": (d_scaled * self._dots).sum(),
             "sinks": d_sinks,
         }

@@ -146,6 +146,18 @@ def test_module_dtype(run):
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03)
 
 
+@pytest.mark.gpu
+def test_kernels_in_a_module():
+    """The Hopper kernels in nnx's module, forward and backward."""
+    options = {"qkv_features": 64 * HEADS, "num_kv_heads": 2, "dtype": jnp.bfloat16}
+    run = functools.partial(
+        nnx_loss_and_gradients, x=inputs(length=200), call={"is_causal": True}, **options
+    )
+    kernels = run(functools.partial(attention_fn, implementation="fa4"))
+    near = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
+    jax.tree.map(lambda x, y: near(*map(np.float32, (x, y))), kernels, run(xla))
+
+
 def test_common_dtype_without_module_dtype():
     query, key, value = jax.random.normal(jax.random.key(0), (3, B, T, HEADS, 8))
     key = key.astype(jnp.bfloat16)

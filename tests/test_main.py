@@ -211,3 +211,11 @@ def test_check_finds_a_wrong_result(monkeypatch, capsys, results, result, factor
     monkeypatch.setattr(implementations, "KERNEL_DTYPES", ("bfloat16",))
     assert check.main([]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_check_on_a_gpu(capsys):
+    assert check.main([]) == 0
+    printed = capsys.readouterr().out
+    for dtype in implementations.KERNEL_DTYPES:
+        assert f"{'fa4':<9}{dtype:<9} right" in printed
