@@ -25,6 +25,7 @@ Peers
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -140,7 +141,7 @@ def custom_calls(compiled: jax.stages.Compiled) -> set[str]:
 def relative_error(out: jax.Array, case: Case, query, key, value) -> float:
     """Distance of ``out`` from float32 attention, on the last batch entry and query head."""
     arrays = (x[-1:, :, -1:].astype(jnp.float32) for x in (query, key, value))
-    exact = PEERS["xla"](*arrays, is_causal=case.is_causal)
+    exact = jax.jit(functools.partial(PEERS["xla"], is_causal=case.is_causal))(*arrays)
     return float(jnp.linalg.norm(out[-1:, :, -1:] - exact) / jnp.linalg.norm(exact))
 
 
@@ -214,24 +215,18 @@ def table(case: Case, records: list[dict], peers, directions) -> str:
             lines.append(f"  {record['peer']}: WRONG, relative error {record['error']:.2g}")
         if record.get("backward_repeats"):
             lines.append(f"  {record['peer']}: backward also ran {record['backward_repeats']}")
-    return "\n".join(dict.fromkeys(lines))
+    return "\n".join(dict.fromkeys(lines))  # facts are those of both directions
 
 
 def plot(records: list[dict], peers, directions, machine: str, path: pathlib.Path) -> None:
     """Grouped bars of TFLOP/s, one panel per direction."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     fields = [f.name for f in dataclasses.fields(Case)]
     cases = list(dict.fromkeys(Case(**{f: r[f] for f in fields}) for r in records))
-    figure, panels = pyplot.subplots(
-        len(directions),
-        figsize=(3 + len(cases), 3.5 * len(directions)),
-        squeeze=False,
-        layout="constrained",
-    )
+    size = (3 + len(cases), 3.5 * len(directions))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(directions), squeeze=False)
     for axes, direction in zip(panels[:, 0], directions, strict=True):
         for offset, peer in enumerate(peers):
             rates = {
@@ -282,7 +277,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         + "".join(f"{p:>9}" for p in peers)
         + "".join(f"{f'{peers[0]}/{p}':>10}" for p in peers[1:])
     )
-    records = []
+    records, printed = [], set()
     for head_dim, length, mask in itertools.product(
         arguments.head_dims, arguments.lengths, arguments.masks
     ):
@@ -296,7 +291,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
             arguments.dtype,
         )
         found = measure(case, peers, directions, arguments.repeats, arguments.seconds)
-        print(table(case, found, peers, directions), flush=True)
+        for line in table(case, found, peers, directions).splitlines():
+            if line not in printed:  # the same reason in every case
+                print(line, flush=True)
+            printed.add(line)
         records += found
     if arguments.json:
         arguments.json.write_text(

@@ -21,10 +21,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
+from matplotlib.figure import Figure
 
 import fa4_jax
 import fa4_jax.flax
@@ -33,6 +33,8 @@ from fa4_jax import info
 HEAD_DIM = 64
 VOCABULARY = 256  # a token is a byte
 PROMPT = b"def main(argv=None):\n"
+SAMPLED = 300  # bytes that continue it
+TEMPERATURE = 0.6
 OUTPUT = pathlib.Path(__file__).parent / "output" / "char_lm_loss.png"
 
 
@@ -55,7 +57,7 @@ class Config:
 
 # For each backend a size that takes about a minute.
 DEFAULTS = {
-    "cpu": Config(layers=2, heads=2, kv_heads=1, length=128, batch=4, steps=1200, rate=4e-3),
+    "cpu": Config(layers=2, heads=2, kv_heads=1, length=64, batch=8, steps=1200, rate=2e-3),
     "gpu": Config(layers=8, heads=12, kv_heads=4, length=1024, batch=32, steps=600, rate=1e-3),
 }
 
@@ -89,14 +91,10 @@ class Transformer(nnx.Module):
     """Bytes ``[B, T]`` to float32 logits ``[B, T, 256]`` of each next byte."""
 
     def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs):
-        embed = functools.partial(
-            nnx.Embed,
-            features=config.width,
-            embedding_init=nnx.initializers.normal(0.02),
-            dtype=jnp.bfloat16,
-            rngs=rngs,
-        )
-        self.token, self.position = embed(VOCABULARY), embed(config.length)
+        init = nnx.initializers.normal(0.02)
+        embed = functools.partial(nnx.Embed, embedding_init=init, dtype=jnp.bfloat16, rngs=rngs)
+        self.token = embed(VOCABULARY, config.width)
+        self.position = embed(config.length, config.width)
         self.blocks = nnx.List([Block(config, attention_fn, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -118,7 +116,12 @@ def standard_library() -> np.ndarray:
 
 
 def train(config: Config, attention_fn, text: jax.Array, seed: int):
-    """Trains from ``seed``; returns the losses ``[steps]`` and the function tokens -> logits."""
+    """Trains from ``seed``.
+
+    Returns:
+      The losses ``[steps]``, and the trained model as a function tokens -> logits that ``jax.jit``
+      takes as an argument (the parameters are its leaves).
+    """
     model = Transformer(config, attention_fn, nnx.Rngs(seed))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -128,8 +131,11 @@ def train(config: Config, attention_fn, text: jax.Array, seed: int):
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
 
+    def apply(params, tokens):
+        return nnx.merge(graphdef, params, rest)(tokens)
+
     def loss_fn(params, tokens):
-        logits = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
+        logits = apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -154,7 +160,7 @@ def train(config: Config, attention_fn, text: jax.Array, seed: int):
             loss = float(loss)  # waits for the device, hence not in every step
             speed = i * config.batch * config.length / (time.perf_counter() - started)
             show_progress(i + 1, config.steps, f"loss {loss:.3f}  {speed:,.0f} bytes/s")
-    return np.array(jax.device_get(losses)), jax.jit(nnx.merge(graphdef, state[0], rest))
+    return np.array(jax.device_get(losses)), jax.tree_util.Partial(apply, state[0])
 
 
 def show_progress(done: int, total: int, status: str) -> None:
@@ -164,28 +170,30 @@ def show_progress(done: int, total: int, status: str) -> None:
     print("\r" * sys.stdout.isatty() + line, end="" if in_place else "\n", flush=True)
 
 
-def sample(logits_fn, prompt: bytes, length: int, seed: int, temperature: float = 0.6) -> bytes:
-    """Continues ``prompt`` to ``length`` bytes. Causality makes the bytes still to come harmless,
-    so one fixed-size window serves every step."""
-    tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.array(list(prompt)))
+def sample(logits_fn, prompt: bytes, count: int, context: int, key: jax.Array) -> bytes:
+    """Continues ``prompt`` by ``count`` bytes, each from the ``context`` bytes before it."""
+    stop = len(prompt) + count
 
     @jax.jit
-    def run(tokens):
+    def run(logits_fn, tokens, key):
         def next_byte(i, tokens):
-            key = jax.random.fold_in(jax.random.key(seed), i)
-            choice = jax.random.categorical(key, logits_fn(tokens)[0, i - 1] / temperature)
+            # Where the window reaches beyond i, causality keeps what is there out of the logits.
+            start = jnp.maximum(0, i - context)
+            window = jax.lax.dynamic_slice(tokens, (0, start), (1, context))
+            logits = logits_fn(window)[0, i - 1 - start] / TEMPERATURE
+            choice = jax.random.categorical(jax.random.fold_in(key, i), logits)
             return tokens.at[0, i].set(choice)
 
-        return jax.lax.fori_loop(len(prompt), length, next_byte, tokens)
+        return jax.lax.fori_loop(len(prompt), stop, next_byte, tokens)
 
-    return bytes(np.array(run(tokens)[0], np.uint8))
+    tokens = np.zeros((1, stop + context), np.int32)
+    tokens[0, : len(prompt)] = list(prompt)
+    return bytes(np.array(run(logits_fn, tokens, key)[0, :stop], np.uint8))
 
 
 def plot(curves: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
         axes.plot(1 + np.arange(len(losses)), losses, style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=jax.devices()[0].device_kind)
@@ -195,29 +203,18 @@ def plot(curves: dict[str, np.ndarray], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def attention_call(config: Config, quantization: str | None):
-    """What one layer asks of ``fa4_jax``."""
-    shape = (config.batch, config.length, config.length, config.heads, config.kv_heads, HEAD_DIM)
-    return info.call(shape, jnp.bfloat16, is_causal=True, quantization=quantization)
-
-
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(
-        description="Trains a small transformer on the standard library.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--implementation", help="fa4, xla or emulated; by default the best one")
     parser.add_argument("--compare", action="store_true", help="train with xla and with fa4")
-    parser.add_argument("--quantization", help="short name of a quantised path")
+    parser.add_argument("--quantization", help="a quantised path for all but xla")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="the plot")
-    size = parser.add_argument_group("size (the defaults suit the backend)")
     defaults = DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
-    for field in dataclasses.fields(Config):
-        size.add_argument(f"--{field.name}", type=field.type, default=getattr(defaults, field.name))
+    for name, default in dataclasses.asdict(defaults).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args(argv)
-    config = Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)})
-    return arguments, config
+    return arguments, Config(**{name: getattr(arguments, name) for name in vars(defaults)})
 
 
 def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
@@ -225,23 +222,23 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
     arguments, config = parse_arguments(argv)
     text = jnp.asarray(standard_library())
     print(f"{jax.devices()[0].device_kind}: {config}, {text.size / 1e6:.1f} MB of Python")
+    B, T, N, K = config.batch, config.length, config.heads, config.kv_heads
     curves = {}
     for implementation in ("xla", "fa4") if arguments.compare else (arguments.implementation,):
-        name, account = info.explain(
-            *attention_call(config, arguments.quantization), implementation
-        )
+        quantization = arguments.quantization if implementation != "xla" else None
+        call = info.call((B, T, T, N, K, HEAD_DIM), "bfloat16", True, quantization=quantization)
+        name, account = info.explain(*call, implementation)
         if name is None:
             raise SystemExit(account)
         print(account)
         attention_fn = functools.partial(
-            fa4_jax.flax.attention_fn,
-            implementation=implementation,
-            quantization=arguments.quantization,
+            fa4_jax.flax.attention_fn, implementation=implementation, quantization=quantization
         )
         losses, logits_fn = train(config, attention_fn, text, arguments.seed)
         curves[name] = losses
         print(f"loss {losses[0]:.3f} -> {losses[-len(losses) // 10 :].mean():.3f} nats per byte")
-        print(sample(logits_fn, PROMPT, config.length, arguments.seed).decode(errors="replace"))
+        continued = sample(logits_fn, PROMPT, SAMPLED, T, jax.random.key(arguments.seed))
+        print(f"{continued.decode(errors='replace')}\n")
     if arguments.compare:
         difference = np.abs(curves["fa4"] - curves["xla"])
         print(

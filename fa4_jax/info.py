@@ -170,9 +170,9 @@ ARRAYS = ("bias", "mask", "lengths", "offset", "segments", "sinks")
 def call(
     shape: tuple[int, int, int, int, int, int],
     dtype: DTypeLike,
+    is_causal: bool = False,
     *,
     value_dim: int | None = None,
-    is_causal: bool = False,
     window: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     deterministic: bool = False,
