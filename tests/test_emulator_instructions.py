@@ -174,13 +174,13 @@ INTEGER = {
         A,
         B,
         C,
-    ),  # fmt: skip
+    ),
     "shf.l.wrap.b32 %d, %a, %b, %n;": lambda: by_lane(
         lambda x, y, n: (y << 32 | x) << (n & 31) >> 32, A, B, COUNT
-    ),  # fmt: skip
+    ),
     "shf.r.clamp.b32 %d, %a, %b, %n;": lambda: by_lane(
         lambda x, y, n: (y << 32 | x) >> min(n, 32), A, B, COUNT
-    ),  # fmt: skip
+    ),
     "dp4a.u32.u32 %d, %a, %b, %c;": lambda: by_lane(lambda *x: dot4(*x, False), A, B, C),
     "dp4a.s32.s32 %d, %a, %b, %c;": lambda: by_lane(lambda *x: dot4(*x, True), A, B, C),
     "div.u32 %d, %a, %z;": lambda: U["a"] // NONZERO,
@@ -196,7 +196,7 @@ INTEGER = {
     "redux.sync.or.b32 %d, %a, -1;": lambda: np.full(32, np.bitwise_or.reduce(A)),
     "match.any.sync.b32 %d, %n, -1;": lambda: [
         sum(1 << j for j in range(32) if COUNT[j] == COUNT[i]) for i in range(32)
-    ],  # fmt: skip
+    ],
     "activemask.b32 %d;": lambda: np.full(32, 0xFFFFFFFF),
     "shfl.sync.idx.b32 %d, %a, %n, 31, -1;": lambda: A[COUNT % 32],
     "shfl.sync.bfly.b32 %d, %a, 5, 31, -1;": lambda: A[LANES ^ 5],
@@ -310,8 +310,8 @@ def test_setp(compare):
     body = f"setp.{compare}.f32 %p|%q, %x, %y; selp.b32 %d, 1, 0, %p; selp.b32 %e, 1, 0, %q;"
     got = run(body, {"d": "b32", "e": "b32"}, ".reg .pred %p, %q;", x=x, y=y)
     nan = np.isnan(x) | np.isnan(y)
-    want = {"eq": x == y, "ne": (x != y) & ~nan, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y,
-            "ltu": (x < y) | nan, "num": ~nan, "nan": nan}[compare]  # fmt: skip
+    want = {"eq": x == y, "ne": (x != y) & ~nan, "lt": x < y, "le": x <= y, "gt": x > y,
+            "ge": x >= y, "ltu": (x < y) | nan, "num": ~nan, "nan": nan}[compare]  # fmt: skip
     np.testing.assert_array_equal(got["d"], want)
     np.testing.assert_array_equal(got["e"], ~want)
 
@@ -476,13 +476,14 @@ def test_vector_memory_and_widths():
     )
 
 
-def test_tensor_memory_and_product():
-    """One warpgroup: D = A B with A and B in shared memory, then read by every shape of tcgen05.ld."""
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"seed": 2}, {"races": True}], ids=str)
+def test_tensor_memory_and_product(options):
+    """D = A B with A and B in shared memory, then read with three shapes of tcgen05.ld."""
     rng = np.random.default_rng(9)
     a, b = (rng.integers(-4, 5, (rows, 16)).astype(np.float16) for rows in (128, 32))
     out = np.zeros((128, 32), np.float32)
     halves = np.zeros((128, 32), np.uint32)
-    # No swizzle: core matrices of 8 rows x 16 bytes; the two along K are 1024 (A) and 512 bytes apart.
+    # No swizzle: core matrices of 8 rows x 16 bytes; the two along K are 2048 and 512 bytes apart.
     tile = lambda m: np.ascontiguousarray(m.reshape(-1, 8, 2, 8).transpose(2, 0, 1, 3))  # noqa: E731
     operands = np.concatenate([tile(a).ravel(), tile(b).ravel()]).view(np.uint32)
     descriptor = numerics.tcgen05_descriptor
@@ -562,7 +563,9 @@ bar.sync 0;
 ret;
 }}
 """
-    emulator.Emulator(ptx).launch(None, grid=1, block=128, params=[operands, out, halves])
+    emulator.Emulator(ptx).launch(
+        None, grid=1, block=128, params=[operands, out, halves], **options
+    )
     product = a.astype(np.float32) @ b.astype(np.float32).T
     np.testing.assert_array_equal(out, product)
     for warp in range(4):
