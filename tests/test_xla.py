@@ -370,7 +370,7 @@ def test_a_row_without_keys(by, tiling):
     jax.tree.map(np.testing.assert_array_equal, run(w, wl)[2], gradients)
 
 
-@pytest.mark.parametrize("magnitude", [1e3, 1e6, 1e30])
+@pytest.mark.parametrize("magnitude", [1e6, 1e30])
 def test_gradients_survive_large_logits(magnitude, tiling):
     """Probabilities are recomputed exactly even where one float32 cannot hold max + log(sum)."""
     rng = np.random.default_rng(4)
@@ -600,7 +600,9 @@ def test_what_cannot_be_sharded_is_still_right(axis_type, kv_heads, spec):
     close(jax.device_get(found), jax.jit(run)(*arrays, arrays[0]))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("check_vma", "tiling"), [(True, "tiled"), (False, "single_tile")], indirect=["tiling"]
+)
 def test_shard_map_inside_scan(check_vma, tiling):
     mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
     arrays = qkv()
