@@ -1,31 +1,12 @@
-"""The emulator's numerics through ctypes: builds `numerics_abi.cc` with the sources it tests.
+"""The emulator's numerics through ctypes (`numerics_abi.cc`), and NumPy models of them."""
 
-The library goes to the git-ignored build directory, under a name that follows from the sources.
-"""
-
-import concurrent.futures
 import ctypes
 import functools
-import hashlib
 import pathlib
-import shutil
-import subprocess
 
+import emulator
 import ml_dtypes
 import numpy as np
-import pytest
-
-_ROOT = pathlib.Path(__file__).parents[1]
-_EMULATOR = _ROOT / "ffi" / "emulator"
-_SOURCES = (
-    "arithmetic", "convert", "descriptors", "formats", "mma", "mma_tcgen05", "mma_warp",
-    "tensor_map", "tmem_shapes",
-)  # fmt: skip
-_HEADERS = (
-    "arithmetic.h", "arithmetic_lanes.inc", "descriptors.h", "formats.h", "mma.h",
-    "mma_kernels.inc", "tensor_map.h", "tensor_map_runs.h", "tmem_shapes.h",
-)  # fmt: skip
-_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 
 # Enumerations of the headers, in their order.
 FORMATS = {
@@ -129,31 +110,9 @@ class Tcgen05(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compiles (once for each state of the sources) and loads the library."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    files = [_EMULATOR / f"{name}.cc" for name in _SOURCES]
-    files.append(pathlib.Path(__file__).with_name("numerics_abi.cc"))
-    texts = [f.read_bytes() for f in (*files, *(_EMULATOR / name for name in _HEADERS))]
-    digest = hashlib.sha256(b"".join(texts) + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    directory = _ROOT / "build" / "numerics" / digest
-    path = directory / "libnumerics.so"
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-
-        def compile_one(source: pathlib.Path) -> pathlib.Path:
-            out = directory / f"{source.stem}.o"
-            command = [compiler, *_FLAGS, f"-I{_EMULATOR}", "-c", str(source), "-o", str(out)]
-            subprocess.run(command, check=True)
-            return out
-
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(compile_one, files))
-        partial = directory / "partial.so"
-        subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(partial)], check=True)
-        partial.rename(path)
-    loaded = ctypes.CDLL(str(path))
+    """The emulator's library with `numerics_abi.cc` in it, built on first use."""
+    abi = pathlib.Path(__file__).with_name("numerics_abi.cc")
+    loaded = ctypes.CDLL(str(emulator.build_library("numerics", [abi])))
     loaded.numerics_instruction_descriptor.restype = ctypes.c_char_p
     loaded.numerics_tcgen05.restype = ctypes.c_char_p
     loaded.numerics_compare.restype = ctypes.c_uint32

@@ -488,8 +488,10 @@ FloatFunction find_float(FloatOp op, FloatType type, FloatMode mode) {
     case FloatOp::kDiv:
       return mode.ftz ? single_host<FloatOp::kDiv, true>(mode.round) : single_host<FloatOp::kDiv, false>(mode.round);
     case FloatOp::kRcp:
+      if (mode.approximate) return unary<rcp_approx>(mode.ftz);
       return mode.ftz ? single_host<FloatOp::kRcp, true>(mode.round) : single_host<FloatOp::kRcp, false>(mode.round);
     case FloatOp::kSqrt:
+      if (mode.approximate) return unary<sqrt_approx>(mode.ftz);
       return mode.ftz ? single_host<FloatOp::kSqrt, true>(mode.round) : single_host<FloatOp::kSqrt, false>(mode.round);
     case FloatOp::kRsqrt: return unary<rsqrt_approx>(mode.ftz);
     case FloatOp::kLg2: return unary<lg2_approx>(mode.ftz);

@@ -34,7 +34,7 @@ struct FloatMode {
   bool propagate_nan = false;  // min/max.NaN
   bool xorsign_abs = false;  // min/max.xorsign.abs
   bool out_of_bounds_zero = false;  // fma.oob: a NaN operand of 0xffff ... forces +0 (f16, bf16)
-  bool approximate = false;  // .approx (and .full): hardware special-value rules
+  bool approximate = false;  // .approx: rounded to nearest, without the cost of switching the host's rounding direction
   int inputs = 2;            // min/max only
 };
 

@@ -196,7 +196,7 @@ void multiply_float(const Tcgen05Mma& op, const CtaMemory& cta, const Part& part
   multiply_accumulate(part.columns, rows, i.k, outer, inner, d, op.accumulate, accumulation);
 }
 
-// kind::mxf4 and mxf4nvf4. Each quarter of the lanes has its own copy of B's scales.
+// kind::mxf4 and mxf4nvf4. The quarters of the lanes hold copies of B's scales, of which the first is read.
 void multiply_fp4(const Tcgen05Mma& op, const CtaMemory& cta, const Part& part, const float* b, const float* a, float* d) {
   const InstructionDescriptor& i = op.instruction;
   const int rows = rows_of(op), groups = i.k / 16, repeat = op.scale_block / 16;
