@@ -42,6 +42,7 @@ grid Tp/128*N*B
 def native(monkeypatch, tmp_path):
     """An empty stand-in for the package's _native directory."""
     monkeypatch.setattr(bundle, "_NATIVE", tmp_path)
+    monkeypatch.setattr(bundle, "_library", None)
     return tmp_path
 
 
