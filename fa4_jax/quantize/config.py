@@ -36,9 +36,8 @@ AFFINE_FAST = Classifier(lines=((1.50, 1.20),))
 AFFINE_WAN = Classifier(lines=((1.60, 0.95),))
 ACCURATE = Classifier(lines=((1.65, 0.80),), native_pairs=1)
 EXACT = Classifier(lines=(), native_pairs=4)
-# Least squared error of the normalised probabilities, summed over Gaussian logits of standard
-# deviation 0.5, 1, 2 and 3 nats, among the hinges that shift the log-sum-exp of none of them by more
-# than 0.16 nat.
+# Least squared error of the normalised probabilities over Gaussian logits of standard deviation
+# 0.5, 1, 2 and 3 nats, among the hinges that shift no log-sum-exp by more than 0.16 nat.
 HINGE = Classifier(lines=((0.435, 1.075), (2.275, -0.511)))
 
 

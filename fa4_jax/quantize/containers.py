@@ -190,7 +190,9 @@ def _divide(values, scale):
 
 def _head_scale(x, full):
     """Power-of-two decode factor [B, heads] that brings amax into [2**(full-1), 2**full)."""
-    amax = jnp.max(jnp.abs(x), axis=(1, 3), initial=0.0)
+    # A NaN or Inf spoils its own block, not the whole head.
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+    amax = jnp.max(magnitude, axis=(1, 3), initial=0.0)
     e = elements.exponent(amax) + 1 - full
     # Both the factor and its inverse stay normal; an all-zero head keeps factor 1.
     return jnp.where(amax == 0, 1.0, elements.exp2_integer(jnp.clip(e, -126, 126)))
@@ -204,19 +206,20 @@ def _nvfp4_scale(blocks, folded, least_squares):
     base = base / elements.E2M1_MAX
     if not (folded or least_squares):
         return elements.round_e4m3(base)
-    best = best_error = None
-    for multiplier in SCALE_MULTIPLIERS:
+
+    def better(best, multiplier):
         # The largest multipliers could pass the largest finite scale: round_e4m3 saturates there.
         scale = elements.round_e4m3(base * multiplier)
         error = _squared_error(blocks, scale)
         if folded:
             error = _fold(error, jnp.sum)
-        if best is None:
-            best, best_error = scale, error
-        else:
-            best = jnp.where(error < best_error, scale, best)
-            best_error = jnp.minimum(error, best_error)
-    return best
+        return jax.tree.map(
+            lambda new, old: jnp.where(error < best[1], new, old), (scale, error), best
+        ), None
+
+    start = (jnp.zeros_like(base), jnp.full_like(base, jnp.inf))
+    (scale, _), _ = jax.lax.scan(better, start, jnp.array(SCALE_MULTIPLIERS, jnp.float32))
+    return scale
 
 
 def _fold(per_block, reduce):

@@ -19,7 +19,7 @@ E8M0_NAN = 255
 
 # The sixteen values of E2M1 by code: three magnitude bits, then the sign in bit 3.
 E2M1_VALUES = np.array(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6] + [-0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
 )
 
 
