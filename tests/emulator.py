@@ -102,6 +102,7 @@ class _Launch(ctypes.Structure):
         ("instruction_limit", ctypes.c_uint64),
         ("num_sms", ctypes.c_int32),
         ("registers", ctypes.c_uint32),
+        ("lenient_tensor", ctypes.c_int32),
     )
 
 
@@ -197,6 +198,7 @@ class Emulator:
         instruction_limit: int = 0,
         num_sms: int = 132,
         registers: int = 0,
+        lenient_tensor: bool = False,
         buffers: Sequence[np.ndarray] = (),
         check_global: bool = True,
     ) -> Result:
@@ -205,7 +207,9 @@ class Emulator:
         params: one for each kernel parameter: an array (its address), a TensorMap, an int, a float, bytes, or None (a
         null pointer). Kernels may touch only arrays named here, in tensor maps or in `buffers`, unless check_global is
         off. entry: None if the module has one. shared: bytes of dynamic shared memory. seed: 0 for the deterministic
-        schedule, else an adversarial one. races: report conflicting accesses that nothing orders.
+        schedule, else an adversarial one. races: report conflicting accesses that nothing orders. lenient_tensor:
+        tcgen05 loads need no wait, and hand-overs of tensor memory between threads no tcgen05.fence (kernels of others
+        rely on that).
         """
         if entry is None:
             (entry,) = self.entries
@@ -245,7 +249,7 @@ class Emulator:
             region.writable = array.flags.writeable
         request = _Launch(
             _triple(grid), _triple(cluster), _triple(block), shared, pointers, regions, len(unique), seed,
-            threads, races, strict_exit, trace, instruction_limit, num_sms, registers,
+            threads, races, strict_exit, trace, instruction_limit, num_sms, registers, lenient_tensor,
         )  # fmt: skip
         instructions, seconds = ctypes.c_uint64(), ctypes.c_double()
         status = self._library.emulator_launch(

@@ -94,20 +94,54 @@ void require_box(const Agent& agent, const TensorMap& map, const int32_t* coordi
   else for_each_piece(map, coordinates, place, false, require);  // parts outside the tensor need not be written
 }
 
-Agent start_agent(Warp& w) { return {&cluster_of(w), 0}; }
-void note_read(const Agent&, const SharedPlace&, uint32_t) {}
-void note_write(const Agent&, const SharedPlace&, uint32_t) {}
-void complete_copy(const Agent&, const SharedPlace& barrier, uint32_t bytes) { mbarrier_complete(barrier, bytes); }
+Agent start_agent(Warp& w, const Instruction& in, Races::Proxy proxy) {
+  Races* races = races_of(w);
+  return {&cluster_of(w), races ? races->start_copy(w, in) : 0, &in, proxy};
+}
+void note_read(const Agent& agent, const SharedPlace& place, uint32_t bytes) {
+  if (Races* races = agent.races()) races->read(agent.number, *place.cta, place.offset, bytes, agent.proxy, agent.in);
+}
+void note_write(const Agent& agent, const SharedPlace& place, uint32_t bytes) {
+  if (Races* races = agent.races()) races->write(agent.number, *place.cta, place.offset, bytes, agent.proxy, agent.in);
+}
+void release_agent(const Agent& agent, const SharedPlace& barrier) {
+  Races* races = agent.races();
+  if (!races) return;
+  races->use_barrier(agent.number, *barrier.cta, barrier.offset, agent.proxy, agent.in);
+  races->barrier_clock(*barrier.cta, barrier.offset).join(races->clock(agent.number));
+}
+void complete_copy(const Agent& agent, const SharedPlace& barrier, uint32_t bytes) {
+  release_agent(agent, barrier);
+  mbarrier_complete(barrier, bytes);
+}
+
+namespace {
+void release_to(const Agent& agent, BulkGroup& group) {
+  Races* races = agent.races();
+  if (!races) return;
+  if (!group.clock) group.clock = std::make_unique<Clock>();
+  group.clock->join(races->clock(agent.number));
+}
+}  // namespace
+
 void finish_reading(const Agent& agent, BulkGroup& group) {
   --group.reading;
   ++agent.cluster->progress;
+  release_to(agent, group);
 }
 void finish_group(const Agent& agent, BulkGroup& group) {
   --group.pending;
   ++agent.cluster->progress;
+  release_to(agent, group);
 }
-void acquire_group(Warp&, BulkGroup&, bool) {}
-void arrive_after(const Agent&, const std::vector<std::shared_ptr<BulkGroup>>&, const SharedPlace& barrier) {
+void acquire_group(Warp& w, BulkGroup& group) {
+  if (Races* races = races_of(w); races && group.clock) races->acquire(w, *group.clock);
+}
+void arrive_after(const Agent& agent, const std::vector<std::shared_ptr<BulkGroup>>& groups, const SharedPlace& barrier) {
+  if (Races* races = agent.races()) {
+    for (auto& group : groups) if (group->clock) races->clock(agent.number).join(*group->clock);
+  }
+  release_agent(agent, barrier);
   mbarrier_arrive(barrier, 1);
 }
 

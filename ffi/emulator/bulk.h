@@ -10,10 +10,13 @@
 
 namespace emulator {
 
-// Identity of an operation in flight for the race detector; 0 when it is off.
+// Identity of an operation in flight for the race detector.
 struct Agent {
   Cluster* cluster = nullptr;
-  uint32_t clock = 0;
+  uint32_t number = 0;
+  const Instruction* in = nullptr;
+  Races::Proxy proxy = Races::Proxy::kAsync;
+  Races* races() const { return cluster->races.get(); }
 };
 
 // One CTA that receives a copy, and the mbarrier that hears of it.
@@ -37,13 +40,14 @@ void mark_box(const Agent& agent, const TensorMap& map, const int32_t* coordinat
 void require_box(const Agent& agent, const TensorMap& map, const int32_t* coordinates, const SharedPlace& place);
 
 // Events of an operation in flight. An agent starts with all that its issuing warp knows.
-Agent start_agent(Warp& w);
+Agent start_agent(Warp& w, const Instruction& in, Races::Proxy proxy = Races::Proxy::kAsync);
 void note_read(const Agent& agent, const SharedPlace& place, uint32_t bytes);
 void note_write(const Agent& agent, const SharedPlace& place, uint32_t bytes);
 void complete_copy(const Agent& agent, const SharedPlace& barrier, uint32_t bytes);
 void finish_reading(const Agent& agent, BulkGroup& group);
 void finish_group(const Agent& agent, BulkGroup& group);
-void acquire_group(Warp& w, BulkGroup& group, bool read);
+void release_agent(const Agent& agent, const SharedPlace& barrier);  // for an arrival on an mbarrier
+void acquire_group(Warp& w, BulkGroup& group);
 void arrive_after(const Agent& agent, const std::vector<std::shared_ptr<BulkGroup>>& groups, const SharedPlace& barrier);
 
 }  // namespace emulator

@@ -80,6 +80,8 @@ int32_t emulator_launch(void* module, const char* entry, const EmulatorLaunch* l
   options.instruction_limit = launch->instruction_limit;
   if (launch->num_sms > 0) options.num_sms = launch->num_sms;
   options.registers = launch->registers;
+  options.eager_tensor_loads = launch->lenient_tensor;
+  options.tensor_fences = !launch->lenient_tensor;
   emulator::LaunchResult result = emulator::launch(*program, request);
   if (instructions) *instructions = result.instructions;
   if (seconds) *seconds = result.seconds;

@@ -27,6 +27,7 @@ typedef struct {
   uint64_t instruction_limit;     // of a cluster; 0: none
   int32_t num_sms;                // 0: 132
   uint32_t registers;             // for each thread at launch; 0: as many as fit
+  int32_t lenient_tensor;         // tcgen05 loads need no wait, and hand-overs of tensor memory no tcgen05.fence
 } EmulatorLaunch;
 
 // A module, or null with the reason in emulator_error().

@@ -84,6 +84,11 @@ void run_atomic(Warp& w, const Instruction& in, uint32_t mask) {
     if (shared) {
       SharedPlace place = locate_shared(w, static_cast<uint32_t>(address), total, spec.space != Space::kShared);
       require_written(place, total);
+      if (Races* races = races_of(w)) {  // as acquire and release: the machine sees one at a time
+        Clock& cell = races->atomic_cell(*place.cta, place.offset & ~3u);
+        races->acquire(w, cell);
+        races->release(w, cell);
+      }
       host = place.host();
     } else {
       host = check_global(grid_of(w), address, total, true);

@@ -46,6 +46,10 @@ std::string barrier_text(Warp& w, const Wait& wait) {
                 b.expected ? b.expected : w.cta->live_warps * 32);
 }
 
+void barrier_resumed(Warp& w, const Wait& wait) {
+  if (Races* races = races_of(w)) races->acquire(w, races->named(*w.cta, static_cast<uint32_t>(wait.x), wait.y));
+}
+
 void write_reduction(Warp& w, const Instruction& in, uint32_t mask) {
   const NamedBarrier& b = w.cta->barriers[row<uint32_t>(w, in.a)[first_lane(mask)]];
   switch (static_cast<Barrier>(in.option[0])) {
@@ -85,6 +89,7 @@ void barrier(Warp& w, const Instruction& in, uint32_t mask) {
   }
   b.arrived += 32;
   uint64_t generation = b.generation;
+  if (Races* races = races_of(w)) races->release(w, races->named(*w.cta, id, generation));
   note_progress(w);
   finish_barrier(*w.cta, id);
   if (kind == Barrier::kArrive) return;
@@ -93,8 +98,10 @@ void barrier(Warp& w, const Instruction& in, uint32_t mask) {
   reason.describe = barrier_text;
   reason.x = id;
   reason.y = generation;
+  reason.resumed = barrier_resumed;
   w.barrier_result_ready = reduces;
   if (b.generation == generation || reduces) w.block(reason, reduces);
+  else barrier_resumed(w, reason);
 }
 
 void warp_sync(Warp&, const Instruction&, uint32_t) {}  // the machine has brought the lanes together
@@ -127,8 +134,13 @@ void decode_barrier(Decoder& d) {
 
 // ---- cluster barrier -------------------------------------------------------------------------------------------------------
 
-void cluster_arrive(Warp& w, const Instruction&, uint32_t) {
+void cluster_arrive(Warp& w, const Instruction& in, uint32_t) {
   if (w.cluster_arrivals != w.cluster_waits) throw Fault("barrier.cluster.arrive twice without a wait");
+  if (Races* races = races_of(w)) {
+    Clock& clock = races->cluster_phase(w.cluster_arrivals);
+    if (in.option[0]) races->release_relaxed(w, clock);
+    else races->release(w, clock);
+  }
   ++w.cluster_arrivals;
   note_progress(w);
   finish_cluster_barrier(cluster_of(w));
@@ -141,6 +153,9 @@ std::string cluster_text(Warp& w, const Wait& wait) {
   }
   return format("barrier.cluster: %d warps have not arrived", missing);
 }
+void cluster_resumed(Warp& w, const Wait& wait) {
+  if (Races* races = races_of(w)) races->acquire(w, races->cluster_phase(wait.x - 1));
+}
 void cluster_wait(Warp& w, const Instruction&, uint32_t) {
   if (w.cluster_arrivals != w.cluster_waits + 1) throw Fault("barrier.cluster.wait without an arrive");
   ++w.cluster_waits;
@@ -148,7 +163,9 @@ void cluster_wait(Warp& w, const Instruction&, uint32_t) {
   reason.ready = cluster_ready;
   reason.describe = cluster_text;
   reason.x = w.cluster_waits;
+  reason.resumed = cluster_resumed;
   if (!cluster_ready(w, reason)) w.block(reason, false);
+  else cluster_resumed(w, reason);
 }
 
 // ---- registers ---------------------------------------------------------------------------------------------------------------
@@ -195,11 +212,28 @@ void decode_nanosleep(Decoder& d) { d.in.execute = give_way; }
 void nothing(Warp&, const Instruction&, uint32_t) {}
 void decode_nothing(Decoder& d) { d.in.execute = nothing; }
 
+enum class Fence : uint8_t { kNone, kMemory, kProxy, kInit };
+
+void fence(Warp& w, const Instruction& in, uint32_t) {
+  Races* races = races_of(w);
+  if (!races) return;
+  switch (static_cast<Fence>(in.option[0])) {
+    case Fence::kMemory: return races->memory_fence(w);
+    case Fence::kProxy: return races->proxy_fence(w);
+    case Fence::kInit: return races->init_fence(w);
+    case Fence::kNone: return;
+  }
+}
+
 void decode_fence(Decoder& d) {
   d.allow({"acq_rel", "sc", "acquire", "release", "cta", "cluster", "gpu", "gl", "sys", "proxy", "async", "alias", "mbarrier_init",
            "async::generic", "tensormap::generic", "global", "shared::cta", "shared::cluster"},
           {"async", "tensormap", "sync_restrict"});
-  d.in.execute = nothing;
+  bool async_proxy = d.has("async") || d.has("async::generic");
+  d.in.option[0] = static_cast<uint8_t>(d.has("mbarrier_init") ? Fence::kInit
+                                        : async_proxy && !d.has("global") ? Fence::kProxy
+                                        : d.has("proxy") ? Fence::kNone : Fence::kMemory);
+  d.in.execute = fence;
 }
 
 }  // namespace
@@ -207,6 +241,7 @@ void decode_fence(Decoder& d) {
 void decode_cluster_barrier(Decoder& d) {
   d.allow({"cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned"});
   d.in.converge = true;
+  d.in.option[0] = d.has("relaxed");
   d.in.execute = d.has("arrive") ? cluster_arrive : cluster_wait;
 }
 

@@ -54,6 +54,20 @@ inline T read_host(const uint8_t* p) {
   return value;
 }
 
+// An access of the race check. Scoped ones (option[1]: acquire, release, relaxed, volatile) synchronise instead.
+template <bool kWrite>
+void note_shared(Races& races, Warp& w, const Instruction& in, const SharedPlace& place, uint32_t bytes) {
+  if (in.option[1]) {
+    Clock& cell = races.atomic_cell(*place.cta, place.offset & ~3u);
+    if (kWrite) races.release(w, cell);
+    else races.acquire(w, cell);
+  } else if (kWrite) {
+    races.write(races.thread(w), *place.cta, place.offset, bytes, Races::Proxy::kGeneric, &in);
+  } else {
+    races.read(races.thread(w), *place.cta, place.offset, bytes, Races::Proxy::kGeneric, &in);
+  }
+}
+
 // T: the type in memory. option[0]: the register is 64 bits wide. in.size = sizeof(T), in.count elements.
 template <Space kSpace, class T>
 void load(Warp& w, const Instruction& in, uint32_t mask) {
@@ -61,10 +75,12 @@ void load(Warp& w, const Instruction& in, uint32_t mask) {
   const Slot* slots = &w.program->lists[in.list];
   uint32_t total = static_cast<uint32_t>(sizeof(T) * in.count);
   uint64_t shared = 0, global = 0;
+  Races* races = races_of(w);
   for_lanes(mask, [&](int lane) {
     Target target = resolve<kSpace, false>(w, lane, addresses[lane], total);
     if (target.where == Where::kShared) {
       require_written(target.place, total);
+      if (races) note_shared<false>(*races, w, in, target.place, total);
       shared += total;
     } else {
       global += total;
@@ -90,10 +106,12 @@ void store(Warp& w, const Instruction& in, uint32_t mask) {
   const Slot* slots = &w.program->lists[in.list];
   uint32_t total = static_cast<uint32_t>(sizeof(T) * in.count);
   uint64_t shared = 0, global = 0;
+  Races* races = races_of(w);
   for_lanes(mask, [&](int lane) {
     Target target = resolve<kSpace, true>(w, lane, addresses[lane], total);
     if (target.where == Where::kShared) {
       mark_written(target.place, total);
+      if (races) note_shared<true>(*races, w, in, target.place, total);
       shared += total;
     } else {
       global += total;
@@ -114,7 +132,10 @@ void load128(Warp& w, const Instruction& in, uint32_t mask) {
   uint64_t* d = row<uint64_t>(w, w.program->lists[in.list]);
   for_lanes(mask, [&](int lane) {
     Target target = resolve<kSpace, false>(w, lane, addresses[lane], 16);
-    if (target.where == Where::kShared) require_written(target.place, 16);
+    if (target.where == Where::kShared) {
+      require_written(target.place, 16);
+      if (Races* races = races_of(w)) note_shared<false>(*races, w, in, target.place, 16);
+    }
     d[lane] = read_host<uint64_t>(target.host);
     d[kLanes + lane] = read_host<uint64_t>(target.host + 8);
   });
@@ -125,7 +146,10 @@ void store128(Warp& w, const Instruction& in, uint32_t mask) {
   const uint64_t* d = row<uint64_t>(w, w.program->lists[in.list]);
   for_lanes(mask, [&](int lane) {
     Target target = resolve<kSpace, true>(w, lane, addresses[lane], 16);
-    if (target.where == Where::kShared) mark_written(target.place, 16);
+    if (target.where == Where::kShared) {
+      mark_written(target.place, 16);
+      if (Races* races = races_of(w)) note_shared<true>(*races, w, in, target.place, 16);
+    }
     std::memcpy(target.host, &d[lane], 8);
     std::memcpy(target.host + 8, &d[kLanes + lane], 8);
   });
@@ -171,7 +195,7 @@ void decode_transfer(Decoder& d) {
   if (d.in.count != count) d.fail("has a vector of the wrong length");
   d.in.option[5] = d.address(d.operand(is_load ? 1 : 0));
   d.in.option[0] = register_bits == 64;
-  d.in.option[1] = is_load && d.has_any({"acquire", "relaxed", "volatile", "mmio"}) && !d.has("param");
+  d.in.option[1] = d.has_any({"acquire", "release", "relaxed", "volatile", "mmio"}) && !d.has("param");
   d.in.size = static_cast<uint8_t>(bits / 8);
   bool is_signed = type[0] == 's';
   switch (space) {
@@ -192,6 +216,7 @@ void matrix_b16(Warp& w, const Instruction& in, uint32_t mask) {
   if (mask != kFullMask) throw Fault("a matrix fragment needs all 32 lanes");
   Addresses addresses(w, in);
   const Slot* slots = &w.program->lists[in.list];
+  Races* races = races_of(w);
   for (int m = 0; m < in.count; ++m) {
     uint32_t* fragment = row<uint32_t>(w, slots[m]);
     uint16_t matrix[8][8];
@@ -201,6 +226,7 @@ void matrix_b16(Warp& w, const Instruction& in, uint32_t mask) {
       rows[r] = resolve<Space::kGeneric, !kLoad>(w, 8 * m + r, in.option[5] ? address : address | kSharedWindow, 16).place;
       if (kLoad) {
         require_written(rows[r], 16);
+        if (races) races->read(races->thread(w), *rows[r].cta, rows[r].offset, 16, Races::Proxy::kGeneric, &in);
         std::memcpy(matrix[r], rows[r].host(), 16);
       }
     }
@@ -218,6 +244,7 @@ void matrix_b16(Warp& w, const Instruction& in, uint32_t mask) {
     if (!kLoad) {
       for (int r = 0; r < 8; ++r) {
         mark_written(rows[r], 16);
+        if (races) races->write(races->thread(w), *rows[r].cta, rows[r].offset, 16, Races::Proxy::kGeneric, &in);
         std::memcpy(rows[r].host(), matrix[r], 16);
       }
     }
@@ -235,6 +262,7 @@ void matrix_b8(Warp& w, const Instruction& in, uint32_t mask) {
   const Slot* slots = &w.program->lists[in.list];
   int per_matrix = kLoad ? 2 : 1, matrices = in.count / per_matrix;
   int rows_of_matrix = 16, bytes = kLoad ? 16 : 8;
+  Races* races = races_of(w);
   for (int m = 0; m < matrices; ++m) {
     uint8_t matrix[16][16];
     SharedPlace places[16];
@@ -244,6 +272,7 @@ void matrix_b8(Warp& w, const Instruction& in, uint32_t mask) {
       places[r] = resolve<Space::kGeneric, !kLoad>(w, lane, in.option[5] ? address : address | kSharedWindow, bytes).place;
       if (kLoad) {
         require_written(places[r], 16);
+        if (races) races->read(races->thread(w), *places[r].cta, places[r].offset, 16, Races::Proxy::kGeneric, &in);
         std::memcpy(matrix[r], places[r].host(), 16);
       }
     }
@@ -262,6 +291,7 @@ void matrix_b8(Warp& w, const Instruction& in, uint32_t mask) {
     if (!kLoad) {
       for (int r = 0; r < rows_of_matrix; ++r) {
         mark_written(places[r], 8);
+        if (races) races->write(races->thread(w), *places[r].cta, places[r].offset, 8, Races::Proxy::kGeneric, &in);
         std::memcpy(places[r].host(), matrix[r], 8);
       }
     }

@@ -50,6 +50,8 @@ void allocate(Warp& w, const Instruction& in, uint32_t mask) {
   request->columns = columns;
   request->result = locate_shared(w, static_cast<uint32_t>(address), 4, false);
   request->pair = in.option[0];
+  request->warp = &w;
+  request->in = &in;
   core.requests.push_back(request);
   w.tensor_request = request;
   note_progress(w);
@@ -64,6 +66,9 @@ void allocate(Warp& w, const Instruction& in, uint32_t mask) {
 void deallocate(Warp& w, const Instruction& in, uint32_t mask) {
   if (mask != kFullMask) throw Fault("tcgen05.dealloc needs all lanes of the warp");
   uint32_t address = row<uint32_t>(w, in.a)[0], columns = row<uint32_t>(w, in.b)[0];
+  if (Races* races = races_of(w)) {
+    races->write_tensor(races->thread(w), *w.cta, 0, kTmemLanes, static_cast<int>(address & 0xffff), static_cast<int>(columns), &in);
+  }
   w.cta->tensor->deallocate(address & 0xffff, columns, in.option[0]);
   // With cta_group::2 the warps of both CTAs must perform it; each gives back its own columns when it does.
 }
@@ -116,6 +121,18 @@ void run_transfer(Warp& w, const Instruction& in, uint32_t mask) {
   int registers = in.count;
   uint64_t bytes = 0;
   for (int i = 0; i < count; ++i) bytes += uint64_t{4} * regions[i].lanes * regions[i].columns;
+  Races* races = races_of(w);
+  bool eager = grid_of(w).request->options.eager_tensor_loads;
+  if (races) {
+    bool as_thread = op.load && eager;
+    uint32_t agent = as_thread ? races->thread(w) : op.load ? races->loads(w) : races->stores(w);
+    if (!as_thread) races->advance(agent, races->view(w));
+    for (int i = 0; i < count; ++i) {
+      const Region2& r = regions[i];
+      if (op.load) races->read_tensor(agent, *w.cta, r.lane, r.lanes, r.column, r.columns, &in);
+      else races->write_tensor(agent, *w.cta, r.lane, r.lanes, r.column, r.columns, &in);
+    }
+  }
   if (op.load) {
     auto load = [&w, &core, &op, slots, registers, regions, count, lane, column] {
       uint32_t* rows[128];
@@ -143,7 +160,7 @@ void run_transfer(Warp& w, const Instruction& in, uint32_t mask) {
       }
     };
     w.cta->counters.tensor_read += bytes;
-    if (cluster_of(w).adversarial && !grid_of(w).request->options.eager_tensor_loads) {
+    if (cluster_of(w).adversarial && !eager) {
       for (int i = 0; i < registers; ++i) std::memset(row<uint32_t>(w, slots[i]), 0xff, 4 * kLanes);
       ++w.tensor_loads;
       cluster_of(w).submit(std::make_unique<Steps>(issue_text(w, in), std::vector<std::function<void()>>{[=, &w] {
@@ -184,6 +201,7 @@ void wait_transfers(Warp& w, const Instruction& in, uint32_t) {
   reason.ready = transfers_ready;
   reason.describe = transfers_text;
   reason.x = in.option[0];
+  if (Races* races = races_of(w)) races->wait_stream(w, in.option[0] ? races->loads(w) : races->stores(w));
   if (!transfers_ready(w, reason)) w.block(reason, false);
 }
 
@@ -245,18 +263,37 @@ class PipeOperation : public Asynchronous {
   std::function<void()> step_;
 };
 
-void enqueue(Warp& w, const Instruction& in, std::function<void()> step) {
-  cluster_of(w).submit(std::make_unique<PipeOperation>(*w.cta->tensor, issue_text(w, in), std::move(step)));
+// `step` runs as the pipe of the issuing warp.
+void enqueue(Warp& w, const Instruction& in, std::function<void(const Agent&)> step) {
+  Agent agent{&cluster_of(w), 0, &in, Races::Proxy::kAsync};
+  std::shared_ptr<Races::View> view;
+  if (Races* races = agent.races()) {
+    agent.number = races->pipe(w);
+    view = std::make_shared<Races::View>(races->view(w));
+  }
+  cluster_of(w).submit(std::make_unique<PipeOperation>(*w.cta->tensor, issue_text(w, in), [=] {
+    if (view) agent.races()->advance(agent.number, *view);
+    step(agent);
+  }));
 }
 
-void check_chunks(Cta& cta, const uint32_t* chunks, int count) {
+void check_chunks(const Agent& agent, Cta& cta, const uint32_t* chunks, int count) {
   for (int i = 0; i < count; ++i) {
     if (chunks[i] < kSharedBase || chunks[i] + 16 > cta.shared_end) {
       throw Fault(format("a matrix descriptor leads to shared address 0x%x (rank %u), outside 0x%x..0x%x", chunks[i], cta.rank,
                          kSharedBase, cta.shared_end));
     }
     require_written({&cta, chunks[i]}, 16);
+    note_read(agent, {&cta, chunks[i]}, 16);
   }
+}
+
+void check_tensor(const Agent& agent, Cta& cta, int lane, int lanes, int column, int columns, bool read, bool write) {
+  cta.tensor->check(lane, lanes, column, columns, read);
+  Races* races = agent.races();
+  if (!races) return;
+  if (read) races->read_tensor(agent.number, cta, lane, lanes, column, columns, agent.in);
+  if (write) races->write_tensor(agent.number, cta, lane, lanes, column, columns, agent.in);
 }
 
 // ---- mma -------------------------------------------------------------------------------------------------------------------
@@ -279,28 +316,28 @@ MatrixDescriptor matrix_descriptor(uint64_t bits, const char* name) {
   return descriptor;
 }
 
-void execute_product(const Tcgen05Mma& op, Cta* const* ctas) {
+void execute_product(const Agent& agent, const Tcgen05Mma& op, Cta* const* ctas) {
   static thread_local uint32_t chunks[kMaxMatrixChunks];
   int group = op.cta_group;
   CtaMemory memories[2];
-  auto check = [&](const TmemRange* ranges, int count, bool read) {
+  auto check = [&](const TmemRange* ranges, int count, bool read, bool write) {
     for (int i = 0; i < count; ++i) {
       const TmemRange& r = ranges[i];
-      ctas[r.cta]->tensor->check(r.lane, r.lanes, r.column, r.columns, read);
+      check_tensor(agent, *ctas[r.cta], r.lane, r.lanes, r.column, r.columns, read, write);
     }
   };
   TmemRange d[8], ranges[8];
   int d_count = tmem_ranges_d(op, d);
-  check(d, d_count, op.accumulate);
-  check(ranges, tmem_ranges_a(op, ranges), true);
-  check(ranges, tmem_ranges_scale_a(op, ranges), true);
-  check(ranges, tmem_ranges_scale_b(op, ranges), true);
+  check(d, d_count, op.accumulate, true);
+  check(ranges, tmem_ranges_a(op, ranges), true, false);
+  check(ranges, tmem_ranges_scale_a(op, ranges), true, false);
+  check(ranges, tmem_ranges_scale_b(op, ranges), true, false);
   for (int i = 0; i < group; ++i) {
     int count = op.a_in_tmem ? 0 : shared_chunks_a(op, chunks);
-    check_chunks(*ctas[i], chunks, count);
+    check_chunks(agent, *ctas[i], chunks, count);
     ctas[i]->counters.shared_read += 16u * count;
     count = shared_chunks_b(op, chunks);
-    check_chunks(*ctas[i], chunks, count);
+    check_chunks(agent, *ctas[i], chunks, count);
     ctas[i]->counters.shared_read += 16u * count;
     memories[i] = {ctas[i]->shared.data(), ctas[i]->tensor->memory()};
   }
@@ -338,9 +375,9 @@ void issue_product(Warp& w, const Instruction& in, uint32_t mask) {
       second = &peer_of(w);
       if (w.cta->rank & 1) std::swap(first, second);
     }
-    enqueue(w, in, [=] {
+    enqueue(w, in, [=](const Agent& agent) {
       Cta* ctas[2] = {first, second};
-      execute_product(*product, ctas);
+      execute_product(agent, *product, ctas);
     });
   });
 }
@@ -392,10 +429,10 @@ struct Copy {
   int cta_group = 1;
 };
 
-void execute_copy(const Copy& op, Cta& cta, const MatrixDescriptor& descriptor, uint32_t address) {
+void execute_copy(const Agent& agent, const Copy& op, Cta& cta, const MatrixDescriptor& descriptor, uint32_t address) {
   static thread_local uint32_t chunks[kMaxMatrixChunks];
   int count = matrix_chunks(descriptor, Major::kK, copy_rows(op.shape), copy_row_chunks(op.shape) * 16, 8, chunks);
-  check_chunks(cta, chunks, count);
+  check_chunks(agent, cta, chunks, count);
   cta.counters.shared_read += 16u * count;
   int column = static_cast<int>(address & 0xffff), base = static_cast<int>(address >> 16), columns = 4 * copy_row_chunks(op.shape);
   TensorCore& core = *cta.tensor;
@@ -403,7 +440,9 @@ void execute_copy(const Copy& op, Cta& cta, const MatrixDescriptor& descriptor, 
     int lanes[4];
     int n = copy_lanes(op.shape, r, lanes);
     for (int i = 0; i < n; ++i) {
-      core.check(base + lanes[i], 1, column, columns, false);
+      // The race check has cells of 16 lanes.
+      if (r % 16 == 0 || copy_rows(op.shape) < 16) check_tensor(agent, cta, base + lanes[i], 1, column, columns, false, true);
+      else core.check(base + lanes[i], 1, column, columns, false);
       core.mark(base + lanes[i], 1, column, columns);
     }
   }
@@ -419,9 +458,9 @@ void issue_copy(Warp& w, const Instruction& in, uint32_t mask) {
     if (!decode_tcgen05_descriptor(row<uint64_t>(w, in.b)[lane], &descriptor)) throw Fault("tcgen05.cp: the shared memory descriptor is malformed");
     Cta* own = w.cta;
     Cta* peer = op.cta_group == 2 ? &peer_of(w) : nullptr;
-    enqueue(w, in, [=, &op] {
-      execute_copy(op, *own, descriptor, address);
-      if (peer) execute_copy(op, *peer, descriptor, address);
+    enqueue(w, in, [=, &op](const Agent& agent) {
+      execute_copy(agent, op, *own, descriptor, address);
+      if (peer) execute_copy(agent, op, *peer, descriptor, address);
     });
   });
 }
@@ -458,11 +497,21 @@ void commit(Warp& w, const Instruction& in, uint32_t mask) {
       });
     }
     for (const SharedPlace& barrier : barriers) find_mbarrier(barrier);
-    enqueue(w, in, [=] { for (const SharedPlace& barrier : barriers) mbarrier_arrive(barrier, 1); });
+    enqueue(w, in, [=](const Agent& agent) {
+      for (const SharedPlace& barrier : barriers) {
+        release_agent(agent, barrier);
+        mbarrier_arrive(barrier, 1);
+      }
+    });
   });
 }
 
-void fence(Warp&, const Instruction&, uint32_t) {}
+void fence(Warp& w, const Instruction& in, uint32_t) {
+  Races* races = races_of(w);
+  if (!races) return;
+  if (in.option[0]) races->before_thread_sync(w);
+  else races->after_thread_sync(w);
+}
 
 void decode_tensor(Decoder& d) {
   d.program.uses_tensor_memory = true;

@@ -67,11 +67,24 @@ void execute(Cta& cta, WarpgroupQueue& queue, const WarpgroupQueue::Operation& o
 // The product of operation `sequence`, once its predecessors are done.
 class Product : public Asynchronous {
  public:
-  Product(Cta& cta, WarpgroupQueue& queue, uint64_t sequence, Agent agent, std::string text)
-      : cta_(cta), queue_(queue), sequence_(sequence), agent_(agent), text_(std::move(text)) {}
+  Product(Cta& cta, WarpgroupQueue& queue, uint64_t sequence, std::string text)
+      : cta_(cta), queue_(queue), sequence_(sequence), text_(std::move(text)) {}
   bool ready() const override { return queue_.completed == sequence_; }
   bool step() override {
-    execute(cta_, queue_, queue_.operations.front(), agent_);
+    const WarpgroupQueue::Operation& operation = queue_.operations.front();
+    uint32_t warpgroup = queue_.warps[0]->index / 4;
+    Agent agent{cta_.cluster, 0, operation.in, Races::Proxy::kAsync};
+    Races* races = agent.races();
+    if (races) {
+      agent.number = races->wgmma(*queue_.warps[0]);
+      races->advance(agent.number, {races->wgmma_issue(cta_, warpgroup, sequence_), Clock()});
+    }
+    execute(cta_, queue_, operation, agent);
+    if (races) {
+      races->wgmma_done(cta_, warpgroup, sequence_) = races->clock(agent.number);
+      constexpr uint64_t kRemembered = 1024;  // more than any warp lags behind
+      if (sequence_ >= kRemembered) races->forget_wgmma(cta_, warpgroup, sequence_ - kRemembered);
+    }
     queue_.operations.pop_front();
     ++queue_.first;
     ++queue_.completed;
@@ -83,7 +96,6 @@ class Product : public Asynchronous {
   Cta& cta_;
   WarpgroupQueue& queue_;
   uint64_t sequence_;
-  Agent agent_;
   std::string text_;
 };
 
@@ -118,9 +130,10 @@ void issue(Warp& w, const Instruction& in, uint32_t mask) {
     throw Fault("the warps of a warpgroup issue different wgmma instructions or operands");
   }
   operation.issued |= 1u << warp;
+  if (Races* races = races_of(w)) races->release(w, races->wgmma_issue(*w.cta, w.index / 4, sequence));
   note_progress(w);
   if (operation.issued == 15) {
-    cluster_of(w).submit(std::make_unique<Product>(*w.cta, queue, sequence, start_agent(w), issue_text(w, in)));
+    cluster_of(w).submit(std::make_unique<Product>(*w.cta, queue, sequence, issue_text(w, in)));
   }
 }
 
@@ -149,6 +162,7 @@ void wait_group(Warp& w, const Instruction& in, uint32_t) {
   reason.describe = group_text;
   reason.x = groups[last];
   if (!group_ready(w, reason)) return w.block(reason, true);
+  if (Races* races = races_of(w); races && groups[last] > 0) races->acquire(w, races->wgmma_done(*w.cta, w.index / 4, groups[last] - 1));
   groups.erase(groups.begin(), groups.begin() + last + 1);
 }
 

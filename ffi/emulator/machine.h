@@ -17,13 +17,13 @@
 
 #include "mbarrier.h"
 #include "program.h"
+#include "races.h"
 
 namespace emulator {
 
 struct Cta;
 struct Cluster;
 struct Grid;
-class Races;
 class WarpgroupQueue;
 class TensorCore;
 struct TensorRequest;
@@ -41,6 +41,7 @@ struct Options {
   uint64_t seed = 0;             // 0: the deterministic schedule; else an adversarial one
   int host_threads = 0;          // 0: as many as the machine has (one if the order of CTAs could change results)
   bool check_races = false;
+  bool tensor_fences = true;     // the race check wants tcgen05.fence where threads hand over tensor memory
   bool strict_exit = true;       // a CTA that ends with bulk operations in flight is an error
   uint64_t instruction_limit = 0;  // warp instructions of one cluster; 0: none
   uint64_t idle_limit = 4'000'000;  // warp instructions without visible progress that count as a livelock
@@ -75,6 +76,7 @@ struct Wait {
   std::string (*describe)(Warp&, const Wait&) = nullptr;
   uint64_t x = 0, y = 0, z = 0;
   bool can_time_out = false;  // a try_wait may give up
+  void (*resumed)(Warp&, const Wait&) = nullptr;  // once, when the wait is over
 };
 
 struct Group {
@@ -91,6 +93,7 @@ struct BulkGroup {
   int reading = 0, pending = 0;
   bool used = false;          // it holds operations
   bool acknowledged = false;  // its thread has waited for it, at least until it was read
+  std::unique_ptr<Clock> clock;  // what its operations hand on, for the race check
 };
 struct LaneBulk {
   std::shared_ptr<BulkGroup> open;
@@ -248,6 +251,7 @@ struct Grid {
 };
 
 inline Cluster& cluster_of(Warp& w) { return *w.cta->cluster; }
+inline Races* races_of(Warp& w) { return w.cta->cluster->races.get(); }
 inline Grid& grid_of(Warp& w) { return *w.cta->cluster->grid; }
 inline void note_progress(Warp& w) { ++w.cta->cluster->progress; }
 

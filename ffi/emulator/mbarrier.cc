@@ -14,6 +14,9 @@ void advance(const SharedPlace& place, Mbarrier& barrier) {
   if (barrier.pending == 0 && barrier.bytes == 0) {
     ++barrier.phase;
     barrier.pending = barrier.expected;
+    if (Races* races = place.cta->cluster->races.get()) {
+      races->barrier_done(*place.cta, place.offset) = races->barrier_clock(*place.cta, place.offset);
+    }
   }
 }
 
@@ -56,7 +59,7 @@ void mbarrier_complete(const SharedPlace& place, int64_t bytes) {
 namespace {
 
 // in.a address (option[5] wide), in.b count, bytes, state or parity; in.c try_wait's time hint is not needed.
-enum : uint8_t { kExpectTx = 1, kDrop = 2, kRemote = 4, kParity = 8, kTry = 16 };
+enum : uint8_t { kExpectTx = 1, kDrop = 2, kRemote = 4, kParity = 8, kTry = 16, kRelaxed = 32 };
 
 SharedPlace place_of(Warp& w, const Instruction& in, int lane) {
   uint64_t address = (in.option[5] ? row<uint64_t>(w, in.a)[lane] : row<uint32_t>(w, in.a)[lane]) + in.immediate;
@@ -78,6 +81,7 @@ void init(Warp& w, const Instruction& in, uint32_t mask) {
     Mbarrier& barrier = place.cta->mbarriers[place.offset];
     barrier.expected = barrier.pending = count;
     std::memset(place.state(), kBarrierObject, 8);
+    if (Races* races = races_of(w)) races->init_barrier(w, *place.cta, place.offset, &in);
   });
   note_progress(w);
 }
@@ -87,6 +91,7 @@ void invalidate(Warp& w, const Instruction& in, uint32_t mask) {
     SharedPlace place = place_of(w, in, lane);
     find_mbarrier(place);
     place.cta->mbarriers.erase(place.offset);
+    if (Races* races = races_of(w)) races->write(races->thread(w), *place.cta, place.offset, 8, Races::Proxy::kGeneric, &in);
     std::memset(place.state(), kUnwritten, 8);
   });
   note_progress(w);
@@ -103,6 +108,12 @@ void arrive(Warp& w, const Instruction& in, uint32_t mask) {
       uint32_t dropped = flags & kExpectTx ? 1 : operand;
       if (dropped > barrier.expected) throw Fault("mbarrier.arrive_drop of more than the expected count");
       barrier.expected -= dropped;
+    }
+    if (Races* races = races_of(w)) {
+      races->use_barrier(races->thread(w), *place.cta, place.offset, Races::Proxy::kGeneric, &in);
+      Clock& clock = races->barrier_clock(*place.cta, place.offset);
+      if (flags & kRelaxed) races->release_relaxed(w, clock);
+      else races->release(w, clock);
     }
     if (flags & kExpectTx) mbarrier_expect(place, operand);
     mbarrier_arrive(place, flags & kExpectTx ? 1 : operand);
@@ -164,6 +175,16 @@ void wait(Warp& w, const Instruction& in, uint32_t mask) {
   }
   w.timed_out = false;
   if (result != mask) w.give_way();
+  if (Races* races = races_of(w)) {
+    uint32_t last = 0;
+    for_lanes(result, [&](int lane) {
+      SharedPlace place = place_of(w, in, lane);
+      if (place.offset == last) return;
+      last = place.offset;
+      races->use_barrier(races->thread(w), *place.cta, place.offset, Races::Proxy::kGeneric, &in);
+      races->acquire(w, races->barrier_done(*place.cta, place.offset));
+    });
+  }
   write_predicate(w, in.d, result, mask);
 }
 
@@ -180,6 +201,7 @@ void decode_mbarrier(Decoder& d) {
   std::string_view op = d.part(1);
   uint8_t& flags = d.in.option[0];
   if (d.has("shared::cluster")) flags |= kRemote;
+  if (d.has("relaxed")) flags |= kRelaxed;
   auto address = [&](size_t i) { d.in.option[5] = d.address(d.operand(i)); };
   if (op == "init") {
     address(0);

@@ -9,7 +9,6 @@
 #include <mutex>
 
 #include "machine.h"
-#include "races.h"
 
 namespace emulator {
 

@@ -104,7 +104,10 @@ bool choose(Warp& w, bool rotate) {
   size_t last = w.others.size() - 1, best = w.others.size();
   for (size_t i = 0; i < w.others.size(); ++i) {
     Group& group = w.others[i];
-    if (group.wait.ready && group.wait.ready(w, group.wait)) group.wait.ready = nullptr;
+    if (group.wait.ready && group.wait.ready(w, group.wait)) {
+      group.wait.ready = nullptr;
+      if (group.wait.resumed) group.wait.resumed(w, group.wait);
+    }
     if (group.wait.ready) continue;
     bool skip = rotate && i == last && best < w.others.size();
     if (!skip && (best == w.others.size() || (rotate && best == last) || group.pc < w.others[best].pc)) best = i;
@@ -303,6 +306,7 @@ std::unique_ptr<Cluster> start_cluster(Grid& grid, uint64_t index) {
     }
     start_engines(*cta);
   }
+  if (request.options.check_races) cluster->races = std::make_unique<Races>(*cluster, request.options.tensor_fences);
   return cluster;
 }
 

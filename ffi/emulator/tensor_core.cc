@@ -33,6 +33,9 @@ bool TensorCore::try_allocate(TensorCore& core, TensorCore* peer, const std::sha
     c.allocations.push_back({static_cast<uint32_t>(column), r->columns, r->pair});
     uint32_t address = static_cast<uint32_t>(column);
     mark_written(r->result, 4);
+    if (Races* races = races_of(*r->warp)) {
+      races->write(races->thread(*r->warp), *r->result.cta, r->result.offset, 4, Races::Proxy::kGeneric, r->in);
+    }
     std::memcpy(r->result.host(), &address, 4);
     r->done = true;
   };

@@ -20,6 +20,8 @@ struct TensorRequest {  // an alloc that waits for columns, or for the peer CTA
   SharedPlace result;
   bool pair;
   bool done = false;
+  Warp* warp = nullptr;
+  const Instruction* in = nullptr;
 };
 
 class TensorCore {
