@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from fa4_jax import implementations
+from fa4_jax import implementations, quantize
 from fa4_jax.spec import POSITION_LIMIT, AttentionSpec, Operands
 
 Implementation = Literal["fa4", "xla", "emulated"]
@@ -128,7 +128,9 @@ def dot_product_attention(
         prefilling in chunks.
       logits_soft_cap: c > 0 makes logits `c * tanh(logits / c)`, after scale, before bias.
       sinks: `[N]` floats, one more logit in the softmax denominator of each head; differentiable.
-      quantization: None for exact attention, or the configuration of a quantised path.
+      quantization: None for exact attention; "fp4", "fp4_affine", "fp4_accurate", "nvfp4_fp8",
+        "fp8" or a `quantize.QuantizationConfig` for attention in these formats. Query, key and
+        value may then be `quantize.Quantized`, as `quantized.quantize_operand` makes them.
       deterministic: True asks for outputs and gradients that are bitwise equal from run to run.
       return_residual: also return the log-sum-exp.
       implementation: `"fa4"`, the CUDA kernels; `"xla"`, any backend and every exact call;
@@ -171,8 +173,12 @@ def dot_product_attention(
         scale=static_scale,
         logits_soft_cap=_check_soft_cap(logits_soft_cap),
         deterministic=deterministic is not None and _check_flag("deterministic", deterministic),
-        quantization=_check_quantization(quantization),
+        quantization=quantize.resolve(quantization),
     )
+    if spec.quantization is None and any(
+        isinstance(x, quantize.Quantized) for x in (query, key, value)
+    ):
+        raise ValueError("query, key or value is quantised: say by which quantization=")
     offset = integers("query_offset", query_offset, B=B)
     operands = Operands(
         query=query,
@@ -212,7 +218,10 @@ def _check_flag(name: str, flag: Any) -> bool:
 
 def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
     """Returns them with a batch axis, and whether they came with one."""
-    arrays = {"query": jnp.asarray(query), "key": jnp.asarray(key), "value": jnp.asarray(value)}
+    arrays = {
+        name: x if isinstance(x, quantize.Quantized) else jnp.asarray(x)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
     given = ", ".join(f"{name} {_describe(x)}" for name, x in arrays.items())
     ranks = {x.ndim for x in arrays.values()}
     if len(ranks) != 1 or not ranks <= {3, 4}:
@@ -355,17 +364,6 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
         "local_window_size must be None, an integer or a pair (left, right) of integers or None, "
         f"none of them negative, got {window!r}"
     )
-
-
-def _check_quantization(quantization: Any) -> Any:
-    try:
-        hash(quantization)
-    except TypeError:
-        raise ValueError(
-            "quantization must be None, a short name or a frozen configuration, "
-            f"got {quantization!r}"
-        ) from None
-    return quantization
 
 
 def _check_implementation(implementation: Any) -> Any:

@@ -2,7 +2,7 @@
 
 - `"fa4"`: the CUDA kernels. `reasons` is the only place that knows their limits.
 - `"emulated"`: the same custom calls, their PTX executed on the CPU; the same limits.
-- `"xla"`: plain JAX on any backend; it serves every exact call.
+- `"xla"`: plain JAX on any backend; it serves every exact call, and quantised ones (`quantized`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from fa4_jax import bundle, fa4, xla
+from fa4_jax import bundle, fa4, quantized, xla
 from fa4_jax.spec import AttentionSpec, Operands
 
 NAMES = ("fa4", "xla", "emulated")
@@ -89,6 +89,8 @@ def attend(
     if implementation is None:
         for reason in refusals["fa4"]:
             _warn_once(reason)
+    if spec.quantization is not None:
+        return quantized.attend(spec, operands)
     if chosen == "xla" or 0 in operands.query.shape + operands.key.shape:
         return xla.attend(spec, operands)
     platform = "cpu" if chosen == "emulated" else "cuda"
@@ -102,7 +104,7 @@ def _refusals(name: str, spec: AttentionSpec, operands: Operands) -> tuple[str, 
     if name == "xla":
         if spec.quantization is None:
             return ()
-        return (f"quantization={spec.quantization!r}: XLA attention is exact",)
+        return quantized.unsupported(spec, operands)
     found = reasons(spec, operands)
     try:
         bundle.directory()

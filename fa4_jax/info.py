@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fa4_jax import bundle, implementations
+from fa4_jax import bundle, implementations, quantize, quantized
 from fa4_jax.spec import AttentionSpec, Operands
 
 # The kernels are assembled by CUDA 13's assembler; older drivers refuse its cubins.
@@ -128,8 +128,7 @@ def refusals(spec: AttentionSpec, operands: Operands) -> dict[str, tuple[str, ..
         )
     if device.platform != "cpu":
         emulated += (f"the default device is a {device.platform}, the emulator runs on the CPU",)
-    exact = spec.quantization is None
-    xla = () if exact else (f"quantization={spec.quantization!r}: XLA attention is exact",)
+    xla = () if spec.quantization is None else quantized.unsupported(spec, operands)
     return {"fa4": fa4, "xla": xla, "emulated": emulated}
 
 
@@ -202,7 +201,7 @@ def call(
         scale=H**-0.5,
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
-        quantization=quantization,
+        quantization=quantize.resolve(quantization),
     )
     inputs: dict[str, Any] = {
         "query": jax.ShapeDtypeStruct((B, T, N, H), dtype),

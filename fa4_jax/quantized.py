@@ -68,6 +68,10 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arra
         operand = getattr(operands, name)
         if isinstance(operand, Quantized):
             operand.require(name, *_format_and_axis(spec.quantization, name))
+    B, T, S, N, _, _, Hv = operands.sizes
+    if 0 in (B, T, S):
+        out = jnp.zeros((B, T, N, Hv), operands.query.dtype)
+        return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
     return _attend(spec, operands)
 
 
