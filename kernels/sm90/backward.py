@@ -85,7 +85,7 @@ class AccumulatorLayout:
         if head_dim == 64:
             return cls(128, transposed=False, split_queries=True)
         # 80 queries keep the tensor cores just ahead of shared memory; 64 waste less on a diagonal.
-        tile = 64
+        tile = 80 if mask == "full" else 64
         return cls(tile, transposed=tile % 64 != 0, split_queries=False)
 
 
@@ -117,14 +117,17 @@ class Backward:
     def __init__(self, dtype: str, head_dim: int, mask: str):
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.head_dim = head_dim
-        self.mask = mask
+        self.mask, self.kind = mask, MASKS[mask]
         self.layout = AccumulatorLayout.of(head_dim, mask)
         self.tile_m = self.layout.tile
         self.row_stride = -(-self.tile_m // 32) * 32  # TMA writes to multiples of 128 bytes
         self.threads = 128 * (1 + CONSUMERS)
         self.blocks = head_dim // BLOCK
-        # dV can start before dS is computed where the registers for both P's are there.
-        self.early_dv = self.tile_m * head_dim <= 64 * 128 and head_dim == 128
+        # dV starts before dS is computed where P fits the registers both rounded and not.
+        self.early_dv = head_dim == 128 and self.tile_m == 64
+        # The next tile's S starts while dK runs. Pays where the tile is large enough; ptxas finds
+        # no spill-free code for 80 queries without it, nor unserialised code for more overlap.
+        self.prefetch = self.layout.transposed
         # Floats of one warpgroup's block of a dQ tile.
         self.dq_rows = 64 if self.layout.split_queries else self.tile_m
         self.dq_block = self.dq_rows * 64
@@ -202,7 +205,7 @@ class Backward:
         first_key = block % key_tiles * TILE_KEYS
         group = num_heads // num_kv_heads
         visibility = masks.Visibility.of_batch(
-            MASKS[self.mask],
+            self.kind,
             batch,
             num_queries,
             num_keys,
@@ -465,33 +468,40 @@ class Backward:
         )
 
         scaling = (scale_log2, hidden)
-        full_begin, full_end = work.seen.unmasked_tiles(work.first_key, TILE_KEYS, m)
-        if work.first_key + TILE_KEYS > work.seen.num_rows:
-            full_end = full_begin
-        bounds = (full_begin, full_end)
+        bounds = work.seen.unmasked_tiles(work.first_key, TILE_KEYS, m)
         origin = (work.first_key + w * 64 + row, column)
         iterations = work.group * work.tiles
         if iterations > 0:
             pipelines.wait(self.key_full, Int32(0))
             pipelines.wait(self.value_full, Int32(0))
-            self.start_scores(Int32(0), k_rows, acc_s)
-            self.start_dp(Int32(0), v_rows, acc_dp)
-            warpgroup.wait_group(1)  # S
-            self.probabilities(work, Int32(0), acc_s, bounds, scaling, origin)
-            warpgroup.wait_group(0)  # dP
-            for i in cutlass.range(iterations - 1, unroll=1):
-                self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
-                self.start_scores(i + 1, k_rows, acc_s)
-                warpgroup.wait_group(1)  # dK
-                self.query_ring.release(i)
-                self.start_dp(i + 1, v_rows, acc_dp)
+            if cutlass.const_expr(self.prefetch):
+                self.start_scores(Int32(0), k_rows, acc_s)
+                self.start_dp(Int32(0), v_rows, acc_dp)
                 warpgroup.wait_group(1)  # S
-                self.probabilities(work, i + 1, acc_s, bounds, scaling, origin)
+                self.probabilities(work, Int32(0), acc_s, bounds, scaling, origin)
                 warpgroup.wait_group(0)  # dP
-            self.gradients(
-                work, iterations - 1, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin
-            )
-            warpgroup.wait_group(0)
+                for i in cutlass.range(iterations - 1, unroll=1):
+                    self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                    self.start_scores(i + 1, k_rows, acc_s)
+                    warpgroup.wait_group(1)  # dK
+                    self.query_ring.release(i)
+                    self.start_dp(i + 1, v_rows, acc_dp)
+                    warpgroup.wait_group(1)  # S
+                    self.probabilities(work, i + 1, acc_s, bounds, scaling, origin)
+                    warpgroup.wait_group(0)  # dP
+                last = iterations - 1
+                self.gradients(work, last, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                warpgroup.wait_group(0)
+            else:
+                for i in cutlass.range(iterations, unroll=1):
+                    self.start_scores(i, k_rows, acc_s)
+                    self.start_dp(i, v_rows, acc_dp)
+                    warpgroup.wait_group(1)  # S
+                    self.probabilities(work, i, acc_s, bounds, scaling, origin)
+                    warpgroup.wait_group(0)  # dP
+                    self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                    warpgroup.wait_group(0)  # dK
+                    self.query_ring.release(i)
 
         # Both warpgroups must be done with K before dK takes its place.
         cute.arch.barrier(barrier_id=NAMED_DS, number_of_threads=CONSUMERS * 128)
@@ -549,8 +559,10 @@ class Backward:
         tile = work.tile_begin + i % work.tiles
         lse = self.row_values(self.lse, i, origin[1])
         p = self.flat(acc_s)
-        if tile < bounds[0] or tile >= bounds[1]:
-            self.hide(p, work.seen, origin[0], tile * self.tile_m + origin[1], hidden)
+        if cutlass.const_expr(self.kind.left or self.kind.right):
+            if tile < bounds[0] or tile >= bounds[1]:
+                query = tile * self.tile_m + origin[1]
+                work.seen.mask_fragment(p, origin[0], query, hidden)
         for x in cutlass.range_constexpr(cute.size(p)):
             p[x] = cute.math.exp2(p[x] * scale_log2 - lse[x % 2, x // 4], fastmath=True)
 
@@ -573,9 +585,18 @@ class Backward:
         for x in cutlass.range_constexpr(cute.size(p)):
             ds[x] = p[x] * (ds[x] - delta[x % 2, x // 4])
         tile = work.tile_begin + i % work.tiles
-        if tile < bounds[0] or tile >= bounds[1]:  # a hidden pair's dP may be infinite
-            self.hide(ds, work.seen, origin[0], tile * m + origin[1], Float32(0.0))
+        if cutlass.const_expr(self.kind.left or self.kind.right):
+            if tile < bounds[0] or tile >= bounds[1]:  # a hidden pair's dP may be infinite
+                work.seen.mask_fragment(ds, origin[0], tile * m + origin[1], Float32(0.0))
         ds16 = self.operand_a(acc_dp)
+        if work.first_key + TILE_KEYS > work.seen.num_rows:
+            # The P of a key past the end is garbage. It only spoils the key's own rows of dK and
+            # dV, which the epilogue clears; dQ is what must not see it.
+            words = cute.recast_tensor(self.flat(ds16), Int32)
+            for half in cutlass.range_constexpr(2):
+                if origin[0] + 8 * half >= work.seen.num_rows:
+                    for x in cutlass.range_constexpr(half, cute.size(words), 2):
+                        words[x] = Int32(0)
         self.store_transposed(ds16, ds_pointer + w * (m * BLOCK), thread)
         if cutlass.const_expr(not self.early_dv):
             self.mma(acc_dv, self.operand_a(acc_s), do_columns, b_major=MN)
@@ -607,15 +628,6 @@ class Backward:
         cute.autovec_copy(cute.make_tensor(acc_dq.iterator, cute.make_layout(place.shape)), place)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128 + 32)
-
-    def hide(self, fragment, seen, key: Int32, query: Int32, fill: Float32):
-        """Sets the elements of S^T that are no visible (key, query) pair."""
-        seen.mask_fragment(fragment, key, query, fill)
-        for half in range(2):
-            dead = key + 8 * half >= seen.num_rows
-            for x in range(cute.size(fragment)):
-                if x // 2 % 2 == half:
-                    fragment[x] = Float32(cutlass.select_(dead, fill, fragment[x]))
 
     @cute.jit
     def store_transposed(self, operand, place, thread: Int32):

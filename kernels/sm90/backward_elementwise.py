@@ -10,14 +10,15 @@ Rows that see no key or lie past the query length get lse_log2 = +inf and delta 
 P = exp2(S - inf) = 0 and dS = 0 (dP - 0) = 0 without a mask in the main kernel. Their values are
 selected, not computed, because padding may hold NaN.
 
-Postprocess, one CTA per 64 query rows of a head:
+Postprocess, one CTA per 64 query rows (one tile of 80) of a head:
 
     dq = scale * dq_accumulator                16 bit  [B, T, N, H]
 
 It undoes the accumulator's order (``backward.py``): 64 rows x 64 columns are one warpgroup
 accumulator, [8-column group j][warp][row r < 8][pair c][half][2], holding row
 16 warp + r + 8 half, column 8 j + 2 c + (0, 1). So 16 neighbouring floats are 8 columns of two
-rows, which one thread turns into two 16-byte stores.
+rows, which one thread turns into two 16-byte stores. Tiles of 80 queries hold dQ^T instead; a
+warp transposes 8 queries of it through shared memory (stmatrix).
 
 Both move every byte once: at H = 128 and 16 bits, 256 bytes read and 512 + 8 written per row in
 the first, 512 read and 256 written in the second.
@@ -30,8 +31,11 @@ import math
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from cutlass.experimental import primitives as prims
+
 from .. import abi
 from ..masks import load_or
+from .backward import MASKS, AccumulatorLayout
 
 ROWS = 64
 THREADS = 256
@@ -50,15 +54,15 @@ def scalar(pointer: cute.Pointer, offset) -> cute.Tensor:
     return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
 
-def place(num_rows: Int32, num_heads: Int32) -> tuple[Int32, Int32, Int32]:
+def place(num_rows: Int32, num_heads: Int32, rows: int) -> tuple[Int32, Int32, Int32]:
     """(batch, head, first row) of this CTA; neighbouring CTAs take neighbouring heads, whose rows
     are neighbours in memory."""
     block, _, _ = cute.arch.block_idx()
-    tiles = cute.ceil_div(num_rows, ROWS)
+    tiles = cute.ceil_div(num_rows, rows)
     return (
         block // num_heads // tiles,
         block % num_heads,
-        block // num_heads % tiles * ROWS,
+        block // num_heads % tiles * rows,
     )
 
 
@@ -71,16 +75,16 @@ class Preprocess:
     """
 
     def __init__(self, dtype: str, head_dim: int):
-        self.dtype = dtype
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.head_dim = head_dim
         self.lanes = head_dim // 8  # per row, 16 bytes each
 
     def declaration(self) -> abi.KernelSpec:
         return abi.KernelSpec(
-            name=f"sm90_backward_preprocess_{self.dtype}_h{self.head_dim}",
+            name=f"sm90_backward_preprocess_{self.dtype_name}_h{self.head_dim}",
             architecture="sm_90a",
             operation="backward_preprocess",
-            select={"dtype": self.dtype, "head_dim": self.head_dim},
+            select={"dtype": self.dtype_name, "head_dim": self.head_dim},
             threads=THREADS,
             grid=(f"Tp/{ROWS}", "N", "B"),
             params=(
@@ -108,10 +112,33 @@ class Preprocess:
         padded_queries: Int32,
         padded_head_dim: Int32,
     ):
-        batch, head, first_row = place(padded_queries, num_heads)
+        batch, head, first_row = place(padded_queries, num_heads, ROWS)
         thread, _, _ = cute.arch.thread_idx()
         length = cutlass.min(load_or(query_seq_lengths, batch, num_queries), num_queries)
         padded_row = (Int64(batch) * num_heads + head) * padded_queries + first_row
+
+        lane, column = thread % self.lanes, thread % self.lanes * 8
+        rows_at_once = THREADS // self.lanes
+        steps = ROWS // rows_at_once
+        # All loads first: memory latency is paid once.
+        shape = cute.make_layout((8, steps))
+        outs = cute.make_rmem_tensor(shape, self.dtype)
+        douts = cute.make_rmem_tensor(shape, self.dtype)
+        lses, dlses = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
+        for step in cutlass.range_constexpr(steps):
+            row = first_row + step * rows_at_once + thread // self.lanes
+            token = (Int64(batch) * num_queries + row) * num_heads + head
+            outs[None, step].fill(0.0)
+            douts[None, step].fill(0.0)
+            lses[step], dlses[step] = Float32(-math.inf), Float32(0.0)
+            if row < length:
+                lses[step] = scalar(lse, token)[0]
+                if dlse.toint() != 0:
+                    dlses[step] = scalar(dlse, token)[0]
+                if column < value_dim:
+                    at = token * value_dim + column
+                    cute.autovec_copy(vector(out, at, 8), outs[None, step])
+                    cute.autovec_copy(vector(dout, at, 8), douts[None, step])
 
         zero = cute.make_rmem_tensor(4, Float32)
         zero.fill(0.0)
@@ -119,29 +146,20 @@ class Preprocess:
             at = padded_row * padded_head_dim + i * 4
             cute.autovec_copy(zero, vector(dq_accumulator, at, 4))
 
-        lane, column = thread % self.lanes, thread % self.lanes * 8
-        for step in cutlass.range_constexpr(ROWS * self.lanes // THREADS):
-            local = step * (THREADS // self.lanes) + thread // self.lanes
-            row = first_row + local
-            token = (Int64(batch) * num_queries + row) * num_heads + head
+        for step in cutlass.range_constexpr(steps):
             total = Float32(0.0)
-            if row < length and column < value_dim:
-                x = vector(out, token * value_dim + column, 8).load().to(Float32)
-                y = vector(dout, token * value_dim + column, 8).load().to(Float32)
-                for i in cutlass.range_constexpr(8):
-                    total += x[i] * y[i]
+            for x in cutlass.range_constexpr(8):
+                total += outs[x, step].to(Float32) * douts[x, step].to(Float32)
             total = cute.arch.warp_reduction(total, lambda a, b: a + b, threads_in_group=self.lanes)
             if lane == 0:
-                log2_value, delta_value = Float32(math.inf), Float32(0.0)
-                if row < length:
-                    value = scalar(lse, token)[0]
-                    if value != Float32(-math.inf):
-                        log2_value = value * LOG2_E
-                        delta_value = total
-                        if dlse.toint() != 0:
-                            delta_value = total - scalar(dlse, token)[0]
-                scalar(lse_log2, padded_row + local)[0] = log2_value
-                scalar(delta, padded_row + local)[0] = delta_value
+                at = padded_row + step * rows_at_once + thread // self.lanes
+                hidden = lses[step] == Float32(-math.inf)
+                scalar(lse_log2, at)[0] = Float32(
+                    cutlass.select_(hidden, Float32(math.inf), lses[step] * LOG2_E)
+                )
+                scalar(delta, at)[0] = Float32(
+                    cutlass.select_(hidden, Float32(0.0), total - dlses[step])
+                )
 
 
 class Postprocess:
@@ -149,19 +167,31 @@ class Postprocess:
 
     Args:
       dtype: "bf16" or "f16".
+      head_dim: 64 or 128, as in the main kernel.
+      mask: "full", "causal", "window", or None for all of them.
     """
 
-    def __init__(self, dtype: str):
+    def __init__(self, dtype: str, head_dim: int, mask: str | None):
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self.head_dim, self.mask = head_dim, mask
+        self.layout = AccumulatorLayout.of(head_dim, mask or "causal")
+        # Tiles of dQ^T: one warp for every 8 queries.
+        self.rows = self.layout.tile if self.layout.transposed else ROWS
+        self.threads = self.rows * 4 if self.layout.transposed else THREADS
 
     def declaration(self) -> abi.KernelSpec:
+        select = {"dtype": self.dtype_name, "head_dim": self.head_dim}
+        name = f"sm90_backward_postprocess_{self.dtype_name}_h{self.head_dim}"
+        if self.mask is not None:
+            select["mask"] = self.mask
+            name += f"_{self.mask}"
         return abi.KernelSpec(
-            name=f"sm90_backward_postprocess_{self.dtype_name}",
+            name=name,
             architecture="sm_90a",
             operation="backward_postprocess",
-            select={"dtype": self.dtype_name},
-            threads=THREADS,
-            grid=(f"T/{ROWS}", "N", "B"),
+            select=select,
+            threads=self.threads,
+            grid=(f"T/{self.rows}", "N", "B"),
             params=(
                 *(abi.Pointer(name) for name in ("dq_accumulator", "dq", "scale")),
                 abi.Pointer("query_seq_lengths"),
@@ -182,31 +212,106 @@ class Postprocess:
         padded_queries: Int32,
         padded_head_dim: Int32,
     ):
-        batch, head, first_row = place(num_queries, num_heads)
-        thread, _, _ = cute.arch.thread_idx()
+        batch, head, first_row = place(num_queries, num_heads, self.rows)
         length = load_or(query_seq_lengths, batch, num_queries)
         factor = scalar(scale, batch)[0]
         padded_row = (Int64(batch) * num_heads + head) * padded_queries + first_row
+        tile = dq_accumulator + padded_row * padded_head_dim
+        first_token = (Int64(batch) * num_queries + first_row) * num_heads + head
+        target = dq + first_token * head_dim
+        pitch = num_heads * head_dim
+        rows, live = num_queries - first_row, length - first_row
+        if cutlass.const_expr(self.layout.transposed):
+            height = cutlass.min(Int32(self.rows), padded_queries - first_row)
+            self.columns(tile, target, pitch, factor, rows, live, head_dim, height)
+        else:
+            self.pairs(tile, target, pitch, factor, rows, live, head_dim, padded_head_dim)
+
+    @cute.jit
+    def pairs(
+        self, tile, target, pitch, factor, rows: Int32, live: Int32, head_dim, padded_head_dim
+    ):
+        """Blocks of 64 queries x 64 columns; a thread takes 8 columns of two rows."""
+        thread, _, _ = cute.arch.thread_idx()
         groups = padded_head_dim // 8
-        for i in cutlass.range(thread, ROWS // 2 * groups, THREADS, unroll=2):
-            group, pair = i % groups, i // groups  # 8 columns; rows 16 (pair / 8) + pair % 8 + 0, 8
-            at = padded_row * padded_head_dim + group * (8 * ROWS) + pair * 16
-            values = cute.make_rmem_tensor(16, Float32)
-            cute.autovec_copy(vector(dq_accumulator, at, 16), values)
+        items = ROWS // 2 * groups
+        steps = ROWS // 2 * (self.head_dim // 8) // THREADS
+        values = cute.make_rmem_tensor(cute.make_layout((16, steps)), Float32)
+        for step in cutlass.range_constexpr(steps):
+            item = thread + step * THREADS
+            if item < items:
+                at = item % groups * (8 * ROWS) + item // groups * 16
+                cute.autovec_copy(vector(tile, at, 16), values[None, step])
+        for step in cutlass.range_constexpr(steps):
+            item = thread + step * THREADS
+            column, pair = item % groups * 8, item // groups
             for half in cutlass.range_constexpr(2):
-                row = first_row + pair // 8 * 16 + pair % 8 + 8 * half
+                row = pair // 8 * 16 + pair % 8 + 8 * half
                 result = cute.make_rmem_tensor(8, self.dtype)
                 for x in cutlass.range_constexpr(8):
-                    value = values[x // 2 * 4 + half * 2 + x % 2] * factor
-                    value = Float32(cutlass.select_(row < length, value, Float32(0.0)))
+                    value = values[x // 2 * 4 + half * 2 + x % 2, step] * factor
+                    value = Float32(cutlass.select_(row < live, value, Float32(0.0)))
                     result[x] = value.to(self.dtype)
-                if row < num_queries and group * 8 < head_dim:
-                    token = (Int64(batch) * num_queries + row) * num_heads + head
-                    cute.autovec_copy(result, vector(dq, token * head_dim + group * 8, 8))
+                if item < items and row < rows and column < head_dim:
+                    cute.autovec_copy(result, vector(target, Int64(row) * pitch + column, 8))
+
+    @cute.jit
+    def columns(
+        self, tile, target, pitch, factor, rows: Int32, live: Int32, head_dim, height: Int32
+    ):
+        """Blocks of 64 columns x ``height`` queries; a warp transposes 8 queries of each.
+
+        A piece is 8 columns of a query, 16 bytes. In shared memory a query's 8 pieces are
+        swizzled with the query's number, which keeps both stmatrix and the loads conflict-free.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = thread // 32, thread % 32
+        blocks = self.head_dim // 64
+        smem = cutlass.memory.SmemAllocator()
+        size = blocks * 8 * 64
+        buffer = smem.allocate_array(self.dtype, self.rows // 8 * size, byte_alignment=128)
+        buffer = buffer + warp * size
+        values = cute.make_rmem_tensor(cute.make_layout((4, 4, blocks)), Float32)
+        values.fill(0.0)
+        for block in cutlass.range_constexpr(blocks):
+            for quarter in cutlass.range_constexpr(4):
+                if warp * 8 < height and block * 64 < head_dim:
+                    at = block * 64 * height + warp * 512 + quarter * 128 + lane * 4
+                    cute.autovec_copy(vector(tile, at, 4), values[None, quarter, block])
+        rounded = cute.make_rmem_tensor(values.layout, self.dtype)
+        for x in cutlass.range_constexpr(cute.size(values)):
+            rounded[x] = (values[x] * factor).to(self.dtype)
+        words = cute.recast_tensor(
+            cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Int32
+        )
+        for block in cutlass.range_constexpr(blocks):
+            for half in cutlass.range_constexpr(2):  # of the 8 pieces: one 8x8 matrix each
+                query, piece = lane % 8, half * 4 + lane // 8
+                prims.stmatrix(
+                    buffer + ((block * 8 + query) * 64 + (piece ^ query) * 8),
+                    [words[block * 8 + half * 4 + x] for x in range(4)],
+                    prims.MMALayout.COL,
+                )
+        cute.arch.sync_warp()
+        for block in cutlass.range_constexpr(blocks):
+            for half in cutlass.range_constexpr(2):  # of the 8 queries
+                query, piece = half * 4 + lane // 8, lane % 8
+                at = buffer + ((block * 8 + query) * 64 + (piece ^ query) * 8)
+                at = cute.make_ptr(
+                    self.dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16
+                )
+                result = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), result)
+                row, column = warp * 8 + query, block * 64 + piece * 8
+                if row >= live:
+                    result.fill(0.0)
+                if row < rows and column < head_dim:
+                    cute.autovec_copy(result, vector(target, Int64(row) * pitch + column, 8))
 
 
 def variants() -> list[Preprocess | Postprocess]:
     return [
         *(Preprocess(dtype, head_dim) for dtype in DTYPES for head_dim in (64, 128)),
-        *(Postprocess(dtype) for dtype in DTYPES),
+        *(Postprocess(dtype, 64, None) for dtype in DTYPES),
+        *(Postprocess(dtype, 128, mask) for dtype in DTYPES for mask in MASKS),
     ]
