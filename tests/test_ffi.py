@@ -38,10 +38,10 @@ def probe(tmp_path_factory):
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("probe") / "ffi_probe"
     sources = [ROOT / "ffi" / name for name in ("operands.cc", "bundle.cc", "launch.cc")]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'ffi'}"]
+    flags += ["-fsanitize=undefined", "-fno-sanitize-recover"]
     subprocess.run(
-        [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'ffi'}", "-pthread"]
-        + ["-fsanitize=undefined", "-fno-sanitize-recover", "-o", program]
-        + [ROOT / "tests" / "ffi_probe.cc", *sources],
+        [compiler, *flags, "-o", program, ROOT / "tests" / "ffi_probe.cc", *sources],
         check=True,
     )
 
