@@ -105,6 +105,12 @@ const std::unordered_map<std::string_view, Special>& special_names() {
 }  // namespace
 
 Slot Decoder::source(const Parsed& operand, int bits) {
+  Slot slot = find(operand, bits);
+  if (operand.kind == Parsed::kRegister) uses.push_back(slot);
+  return slot;
+}
+
+Slot Decoder::find(const Parsed& operand, int bits) {
   bool wide = bits == 64;
   switch (operand.kind) {
     case Parsed::kRegister: {
@@ -153,7 +159,9 @@ Slot Decoder::source(const Parsed& operand, int bits) {
 Slot Decoder::destination(const Parsed& operand, int bits) {
   if (operand.kind == Parsed::kSink) return kNoSlot;
   if (operand.kind != Parsed::kRegister) fail("writes something that is no register");
-  return source(operand, bits);
+  Slot slot = find(operand, bits);
+  definitions.push_back(slot);
+  return slot;
 }
 
 bool Decoder::is_predicate(const Parsed& operand) const {
@@ -331,6 +339,11 @@ std::unique_ptr<Program> decode_entry(Module& module, const ParsedModule& parsed
     if (family == families().end()) decoder.fail("is not an instruction known here");
     family->second(decoder);
     if (in.execute == nullptr) decoder.fail("is a form not known here");
+    in.accesses = static_cast<uint32_t>(program->accesses.size());
+    in.num_uses = static_cast<uint16_t>(decoder.uses.size());
+    in.num_definitions = static_cast<uint16_t>(decoder.definitions.size());
+    program->accesses.insert(program->accesses.end(), decoder.uses.begin(), decoder.uses.end());
+    program->accesses.insert(program->accesses.end(), decoder.definitions.begin(), decoder.definitions.end());
   }
   // Falling off the end is an exit.
   static const std::string end = "ret;";

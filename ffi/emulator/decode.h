@@ -38,6 +38,7 @@ class Decoder {
 
   // Values. `bits` is the width of the type: 64 and 128 are wide rows, everything else is a 32-bit row.
   Slot source(const Parsed& operand, int bits);
+  Slot find(const Parsed& operand, int bits);         // without counting as a use
   Slot destination(const Parsed& operand, int bits);  // kNoSlot for `_`
   Slot predicate_source(const Parsed& operand);       // a predicate register (may be negated) or an integer
   Slot predicate_destination(const Parsed& operand);
@@ -66,6 +67,8 @@ class Decoder {
     program.specifications.push_back(kept);
     return kept.get();
   }
+
+  std::vector<Slot> uses, definitions;  // registers named so far (no predicates)
 
   struct Context;  // symbols and registers of the entry
   Context& context;

@@ -133,6 +133,10 @@ void run_transfer(Warp& w, const Instruction& in, uint32_t mask) {
       else races->write_tensor(agent, *w.cta, r.lane, r.lanes, r.column, r.columns, &in);
     }
   }
+  if (w.watch && op.load && !eager) {
+    w.watch->load(slots, registers);
+    if (op.reduce) w.watch->load(&op.reduced, 1);
+  }
   if (op.load) {
     auto load = [&w, &core, &op, slots, registers, regions, count, lane, column] {
       uint32_t* rows[128];
@@ -201,6 +205,7 @@ void wait_transfers(Warp& w, const Instruction& in, uint32_t) {
   reason.ready = transfers_ready;
   reason.describe = transfers_text;
   reason.x = in.option[0];
+  if (w.watch && in.option[0]) w.watch->loads_waited();
   if (Races* races = races_of(w)) races->wait_stream(w, in.option[0] ? races->loads(w) : races->stores(w));
   if (!transfers_ready(w, reason)) w.block(reason, false);
 }

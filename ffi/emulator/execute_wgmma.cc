@@ -116,6 +116,11 @@ void issue(Warp& w, const Instruction& in, uint32_t mask) {
   WarpgroupQueue& queue = queue_of(w);
   uint32_t warp = w.index % 4;
   uint64_t sequence = queue.issued[warp]++;
+  if (w.watch) {
+    const std::vector<Slot>& lists = w.program->lists;
+    w.watch->issue(&lists[op.d_list], op.spec.d_registers(), op.a_in_registers ? &lists[op.a_list] : nullptr,
+                   op.a_in_registers ? op.spec.k() * bits_of(op.spec.a) / 64 : 0, sequence);
+  }
   bool scale_d = op.scale_d == kNoSlot || (read_predicate(w, op.scale_d) & 1);
   uint64_t a = op.a_in_registers ? 0 : uniform(w, op.a, "the descriptor of A"), b = uniform(w, op.b, "the descriptor of B");
   if (sequence == queue.first + queue.operations.size()) {
@@ -163,10 +168,13 @@ void wait_group(Warp& w, const Instruction& in, uint32_t) {
   reason.x = groups[last];
   if (!group_ready(w, reason)) return w.block(reason, true);
   if (Races* races = races_of(w); races && groups[last] > 0) races->acquire(w, races->wgmma_done(*w.cta, w.index / 4, groups[last] - 1));
+  if (w.watch) w.watch->waited(groups[last]);
   groups.erase(groups.begin(), groups.begin() + last + 1);
 }
 
-void fence(Warp&, const Instruction&, uint32_t) {}
+void fence(Warp& w, const Instruction&, uint32_t) {
+  if (w.watch) w.watch->fence();
+}
 
 void decode_wgmma(Decoder& d) {
   if (d.part(1) == "fence") {
@@ -194,6 +202,8 @@ void decode_wgmma(Decoder& d) {
     size_t at = 6;
     if (!op.a_in_registers && d.operands() > at) op.spec.a_major = d.integer(d.operand(at++)) ? Major::kMN : Major::kK;
     if (d.operands() > at) op.spec.b_major = d.integer(d.operand(at++)) ? Major::kMN : Major::kK;
+    d.uses.clear();  // its registers are accessed later, not by the warp
+    d.definitions.clear();
     d.in.extra = d.keep(op);
     d.in.execute = issue;
   }

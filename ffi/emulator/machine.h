@@ -18,6 +18,7 @@
 #include "mbarrier.h"
 #include "program.h"
 #include "races.h"
+#include "register_watch.h"
 
 namespace emulator {
 
@@ -129,7 +130,8 @@ struct Warp {
   uint64_t cluster_arrivals = 0, cluster_waits = 0;  // barrier.cluster
   bool barrier_result_ready = false;            // bar.red waits, then executes again to read its result
   uint64_t executed = 0;
-  std::vector<uint64_t> counts;                 // per opcode, when tracing
+  std::vector<uint64_t> counts;                 // per instruction, when tracing
+  std::unique_ptr<RegisterWatch> watch;         // when races are checked
   uint32_t tensor_lane_base() const { return (index % 4) * 32; }
 
   bool done() const { return live == 0; }

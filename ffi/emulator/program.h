@@ -48,6 +48,8 @@ struct Instruction {
   uint32_t list = 0;              // first of `count` operands of a vector, in Program::lists
   uint16_t count = 0;
   uint8_t option[6] = {};         // what the family says
+  uint32_t accesses = 0;          // registers read, then written, in Program::accesses; not of asynchronous instructions
+  uint16_t num_uses = 0, num_definitions = 0;
   union {
     FloatFunction float_function;
     CompareFunction compare;
@@ -88,6 +90,7 @@ struct Program {
   std::string entry;
   std::vector<Instruction> code;
   std::vector<Slot> lists;
+  std::vector<Slot> accesses;
   std::vector<std::string> opcodes;
   std::vector<std::string_view> text;  // of each instruction, for messages
   std::vector<uint32_t> constants;     // the pool, kept aligned by `constant_base`

@@ -145,6 +145,7 @@ Stop run(Warp& w, uint64_t slice) {
   const Instruction* code = w.program->code.data();
   if (w.mask == 0 && !choose(w, false)) return Stop::kBlocked;
   uint64_t* counts = w.counts.empty() ? nullptr : w.counts.data();
+  RegisterWatch* watch = w.watch.get();
   while (slice-- > 0) {
     const Instruction& in = code[w.pc++];
     uint32_t mask = w.mask;
@@ -165,7 +166,8 @@ Stop run(Warp& w, uint64_t slice) {
           continue;
         }
       }
-      if (counts) ++counts[in.opcode];
+      if (counts) ++counts[&in - code];
+      if (watch) watch->access(*w.program, in);
       in.execute(w, in, mask);
       if (w.event) {
         w.event = false;
@@ -267,7 +269,8 @@ void start_warp(Warp& w, Cta& cta, uint32_t index, uint32_t threads) {
   w.base[1] = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(program.constants.data()));
   w.local.assign(size_t{program.local_bytes} * kLanes, 0xff);
   w.bulk.resize(kLanes);
-  if (cta.cluster->grid->request->options.trace) w.counts.assign(program.opcodes.size(), 0);
+  if (cta.cluster->grid->request->options.trace) w.counts.assign(program.code.size(), 0);
+  if (cta.cluster->grid->request->options.check_races) w.watch = std::make_unique<RegisterWatch>(program);
   for (const SpecialRow& special : program.specials) fill_special(w, special);
 }
 

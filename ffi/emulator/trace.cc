@@ -1,4 +1,5 @@
-// Counts of what a grid did: instructions of each opcode for each warp of the CTA (its role), bytes of each memory, products.
+// Counts of what a grid did: instructions of each opcode for each warp of the CTA (its role), bytes of each memory, products,
+// and which lines never ran.
 // A cycle model can be laid over these numbers.
 #include "trace.h"
 
@@ -7,7 +8,7 @@ namespace emulator {
 void Trace::add(const Cluster& cluster) {
   for (const auto& cta : cluster.ctas) {
     ++ctas_;
-    if (warps_.size() < cta->warps.size()) warps_.resize(cta->warps.size(), std::vector<uint64_t>(program_.opcodes.size()));
+    if (warps_.size() < cta->warps.size()) warps_.resize(cta->warps.size(), std::vector<uint64_t>(program_.code.size()));
     for (const Warp& w : cta->warps) {
       for (size_t i = 0; i < w.counts.size(); ++i) warps_[w.index][i] += w.counts[i];
     }
@@ -44,15 +45,27 @@ std::string Trace::json(double seconds) const {
   out += ",\n  \"warps\": [";
   for (size_t w = 0; w < warps_.size(); ++w) {
     out += w ? ",\n    {" : "\n    {";
+    std::vector<uint64_t> opcodes(program_.opcodes.size());
+    for (size_t i = 0; i < warps_[w].size(); ++i) opcodes[program_.code[i].opcode] += warps_[w][i];
     bool first = true;
-    for (size_t i = 0; i < warps_[w].size(); ++i) {
-      if (!warps_[w][i]) continue;
-      out += (first ? "\"" : ", \"") + program_.opcodes[i] + "\": " + number(warps_[w][i]);
+    for (size_t i = 0; i < opcodes.size(); ++i) {
+      if (!opcodes[i]) continue;
+      out += (first ? "\"" : ", \"") + program_.opcodes[i] + "\": " + number(opcodes[i]);
       first = false;
     }
     out += "}";
   }
-  return out + "\n  ]\n}\n";
+  // Coverage: PTX lines that no warp executed.
+  out += "\n  ],\n  \"unexecuted_lines\": [";
+  bool first = true;
+  for (size_t i = 0; i + 1 < program_.code.size(); ++i) {
+    bool executed = false;
+    for (const auto& warp : warps_) executed |= warp[i] != 0;
+    if (executed) continue;
+    out += (first ? "" : ", ") + number(program_.code[i].line);
+    first = false;
+  }
+  return out + "]\n}\n";
 }
 
 }  // namespace emulator

@@ -17,7 +17,7 @@ class Trace {
 
  private:
   const Program& program_;
-  std::vector<std::vector<uint64_t>> warps_;  // [warp of the CTA][opcode], summed over CTAs
+  std::vector<std::vector<uint64_t>> warps_;  // [warp of the CTA][instruction], summed over CTAs
   Counters total_;
   uint64_t ctas_ = 0;
 };
