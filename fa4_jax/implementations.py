@@ -76,18 +76,21 @@ def attend(
     """
     order = ("fa4", "xla") if implementation is None else implementation
     order = (order,) if isinstance(order, str) else order
-    refusals = {name: _refusals(name, spec, operands) for name in order}
-    chosen = next((name for name in order if not refusals[name]), None)
+    why_not = {name: refusals(name, spec, operands) for name in order}
+    if "fa4" in order[:-1] and (gpu := unserved_gpu()):
+        # Where there is a choice. An explicit "fa4" may be meant for another machine's GPU.
+        why_not["fa4"] += (gpu,)
+    chosen = next((name for name in order if not why_not[name]), None)
     if chosen is None:
         raise NotImplementedError(
             "\n".join(
                 f'fa4_jax implementation "{name}" cannot serve this call:\n  '
-                + "\n  ".join(refusals[name])
+                + "\n  ".join(why_not[name])
                 for name in order
             )
         )
     if implementation is None:
-        for reason in refusals["fa4"]:
+        for reason in why_not["fa4"]:
             _warn_once(reason)
     if spec.quantization is not None:
         return quantized.attend(spec, operands)
@@ -99,8 +102,8 @@ def attend(
     return fa4.attend(spec, operands, platform=platform)
 
 
-def _refusals(name: str, spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
-    """Every reason why an implementation cannot serve the call."""
+def refusals(name: str, spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+    """Every reason why an implementation cannot serve the call, on whatever device."""
     if name == "xla":
         if spec.quantization is None:
             return ()
@@ -111,6 +114,26 @@ def _refusals(name: str, spec: AttentionSpec, operands: Operands) -> tuple[str, 
     except bundle.BundleError as error:
         found += (str(error),)
     return found
+
+
+def unserved_gpu() -> str | None:
+    """Why the kernels cannot run on this process's GPU; None where they can, or there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    try:
+        architectures = bundle.architectures()
+    except bundle.BundleError:
+        return None  # a reason of its own
+    # sm_90a is for exactly 9.0: cubins with architecture-specific instructions run nowhere else.
+    served = {architecture.removeprefix("sm_").rstrip("af") for architecture in architectures}
+    if capability is not None and capability.replace(".", "") in served:
+        return None
+    return (
+        f"{device.device_kind} has compute capability {capability}, the bundle holds "
+        + ", ".join(architectures)
+    )
 
 
 def _warn_once(reason: str) -> None:

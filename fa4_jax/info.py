@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fa4_jax import bundle, implementations, quantize, quantized
+from fa4_jax import bundle, implementations, quantize
 from fa4_jax.spec import AttentionSpec, Operands
 
 # The kernels are assembled by CUDA 13's assembler; older drivers refuse its cubins.
@@ -103,33 +103,19 @@ def kernel_table() -> str:
 def refusals(spec: AttentionSpec, operands: Operands) -> dict[str, tuple[str, ...]]:
     """Why each implementation cannot serve a call on the default device; empty where one can.
 
-    Beyond :func:`fa4_jax.implementations.reasons`, which are the same everywhere, these say what
+    Beyond :func:`fa4_jax.implementations.refusals`, which are the same everywhere, these say what
     this machine lacks. ``operands`` may hold ``jax.ShapeDtypeStruct`` in the place of arrays.
     """
-    device = jax.devices()[0]
-    capability = compute_capability(device)
-    kernels = implementations.reasons(spec, operands)
-    try:
-        architectures = bundle.architectures()
-    except bundle.BundleError as error:
-        architectures = ()
-        kernels += (str(error),)
-    fa4, emulated = kernels, kernels
-    if device.platform != "gpu":
-        fa4 += (f"the default device is a {device.platform}, the kernels run on NVIDIA GPUs",)
-    # sm_90a is for exactly 9.0: cubins with architecture-specific instructions run nowhere else.
-    elif architectures and not any(
-        arch.removeprefix("sm_").rstrip("af") == (capability or "").replace(".", "")
-        for arch in architectures
-    ):
-        fa4 += (
-            f"{device.device_kind} has compute capability {capability}, the bundle holds "
-            + ", ".join(architectures),
-        )
-    if device.platform != "cpu":
-        emulated += (f"the default device is a {device.platform}, the emulator runs on the CPU",)
-    xla = () if spec.quantization is None else quantized.unsupported(spec, operands)
-    return {"fa4": fa4, "xla": xla, "emulated": emulated}
+    platform = jax.default_backend()
+    found = {name: implementations.refusals(name, spec, operands) for name in implementations.NAMES}
+    gpu = implementations.unserved_gpu()
+    if platform != "gpu":
+        gpu = f"the default device is a {platform}, the kernels run on NVIDIA GPUs"
+    if gpu is not None:
+        found["fa4"] += (gpu,)
+    if platform != "cpu":
+        found["emulated"] += (f"the default device is a {platform}, the emulator runs on the CPU",)
+    return found
 
 
 def explain(

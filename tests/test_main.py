@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fa4_jax
 from fa4_jax import __main__ as program
 from fa4_jax import bundle, check, implementations, info
 
@@ -27,11 +28,13 @@ class Gpu:
 @pytest.fixture
 def built(monkeypatch):
     monkeypatch.setattr(bundle, "kernels", lambda: KERNELS)
+    monkeypatch.setattr(bundle, "directory", lambda: None)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr(info.jax, "devices", lambda: [Gpu()])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
     return Gpu
 
 
@@ -41,6 +44,7 @@ def missing(monkeypatch):
         raise bundle.BundleError("not built")
 
     monkeypatch.setattr(bundle, "kernels", raise_error)
+    monkeypatch.setattr(bundle, "directory", raise_error)
 
 
 def test_usage(capsys):
@@ -108,6 +112,15 @@ def test_other_gpu(gpu, monkeypatch, capability):
 
 
 @pytest.mark.usefixtures("built")
+def test_default_choice_on_another_gpu_is_xla(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "compute_capability", "8.0")
+    operands = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
+    with pytest.warns(UserWarning, match=r"compute capability 8\.0"):
+        lowered = jax.jit(fa4_jax.dot_product_attention).trace(operands, operands, operands)
+    assert "fa4_jax.forward" not in str(lowered.jaxpr)
+
+
+@pytest.mark.usefixtures("built")
 def test_cpu():
     name, account = info.explain(*info.call(SHAPE, "bfloat16"))
     assert name == "xla"
@@ -120,7 +133,6 @@ def test_cpu():
 
 def test_call_is_the_one_that_dot_product_attention_makes(monkeypatch):
     """The flags of `info` describe what the public function hands to `implementations`."""
-    import fa4_jax
 
     B, T, S, N, K, H = SHAPE
     made = []
