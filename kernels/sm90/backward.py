@@ -15,11 +15,13 @@ Threads: 3 warpgroups, setmaxnreg 24 / 240 / 240
     warps 4-7    consumer 0: keys   0-63 of the tile    ┐ S^T, dP^T, dV, dK of their keys;
     warps 8-11   consumer 1: keys 64-127 of the tile    ┘ half of dQ each
 
-One query tile, in each consumer (wgmma groups in issue order, all in one in-order pipe):
+One query tile in each consumer; letters are wgmma groups, which run in the order of issue:
 
-    S(i+1) is issued while tile i drains, so the tensor cores work through the exponentials
-    wait S ── P = exp2(S*scale - lse) ── wait dP ── dS = P (dP - delta) ── dS to shared ── barrier
-    dP(i)                                               dV(i)               dQ(i)  dK(i)  S(i+1)
+    S(i), dP(i) | wait S | P = exp2(S scale - lse) | wait dP | dS = P (dP - delta), to shared
+    dV(i) | both consumers meet | dQ(i), dK(i) | wait dV, dQ | dQ to shared for warp 1 | wait dK
+
+With tiles of 80 queries S(i+1) is issued right after dQ(i) has left its registers, behind dK(i).
+At 64 queries x head_dim 128 the registers allow dV(i) before dS is computed.
 
 Barriers
     key_full, value_full   producer -> consumers, once
@@ -30,13 +32,22 @@ Barriers
     named DQ_EMPTY + w     warp 1 -> consumer w: it has been read
     named OUTPUT + w       within consumer w: its dK and dV are in shared memory
 
-Shared memory, bytes at head_dim 128 and 80 queries (128-byte swizzled 64-column blocks):
-    Q 2 x 20480, dO 2 x 20480, K 32768, V 32768, dS 2 x 20480, dQ 40960, lse and delta 4 x 320
+Shared memory in KiB (16-bit tiles in 64-column blocks with the 128-byte swizzle):
+
+    head_dim, queries   Q        dO       K    V    dS       dQ   lse, delta   sum
+    128, 80 (full)      2 x 20   2 x 20   32   32   2 x 20   40   1.5          225.5
+    128, 64             2 x 16   2 x 16   32   32   2 x 16   32   1            193
+    64, 128             2 x 16   2 x 16   16   16   2 x 32   32   2            194
+
     dK and dV leave through K's and V's place.
 
+Registers of a consumer thread: dK and dV head_dim each / 2, S and dP queries / 2 each, dQ 32 or 40
+(while S and dP are dead), P and dS rounded queries / 4 each: up to 228 of 240.
+
 dQ accumulator (float32, ``[B, N, Tp, Hp]`` as far as size goes): per head, query tiles one after
-the other; a tile is ``parts`` blocks, each holding the 64 x n accumulator of one warpgroup as
-[n/8][thread][4], the order in which the registers lie. See :class:`AccumulatorLayout`.
+the other; a tile is a block for each 64 columns (at head_dim 64: for each 64 queries) that holds
+the 64 x n accumulator of one warpgroup as [n/8][thread][4], the order in which the registers lie,
+so that a block is one bulk copy. See :class:`AccumulatorLayout`.
 """
 
 from __future__ import annotations
@@ -273,9 +284,7 @@ class Backward:
             dirty = begin > 0 or (end < TILE_KEYS and work.first_key + end < num_keys)
             at = (Int32(0), work.kv_head, work.first_key, work.batch)
             bounds = (dirty, begin, end)
-            scrubs = self.load_tile(
-                self.key, key, at, self.key_full, bounds, scrubs, TILE_KEYS
-            )
+            scrubs = self.load_tile(self.key, key, at, self.key_full, bounds, scrubs, TILE_KEYS)
             scrubs = self.load_tile(
                 self.value, value, at, self.value_full, bounds, scrubs, TILE_KEYS
             )
@@ -351,9 +360,7 @@ class Backward:
     # ---------------------------------------------------------------- warp 1
 
     @cute.jit
-    def reduce_dq(
-        self, work: Work, accumulator, padded_queries: Int32, padded_head_dim: Int32
-    ):
+    def reduce_dq(self, work: Work, accumulator, padded_queries: Int32, padded_head_dim: Int32):
         """Adds each consumer's block of each dQ tile to the accumulator of its head."""
         for i in cutlass.range(work.group * work.tiles, unroll=1):
             first_query = (work.tile_begin + i % work.tiles) * self.tile_m
@@ -363,9 +370,7 @@ class Backward:
             rows = cutlass.min(Int32(self.dq_rows), padded_queries - first_query)
             for w in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.cp_async_bulk_wait_group(CONSUMERS - 1 - w, read=True)
-                cute.arch.barrier_arrive(
-                    barrier_id=NAMED_DQ_EMPTY + w, number_of_threads=128 + 32
-                )
+                cute.arch.barrier_arrive(barrier_id=NAMED_DQ_EMPTY + w, number_of_threads=128 + 32)
             for w in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.barrier(barrier_id=NAMED_DQ_FULL + w, number_of_threads=128 + 32)
                 if self.layout.split_queries or w * 64 < padded_head_dim:
@@ -388,6 +393,11 @@ class Backward:
         if transposed:
             shape, stride = shape[::-1], stride[::-1]
         return cute.make_tensor(swizzled, cute.make_layout(shape, stride=stride))
+
+    def rows_of(self, w: Int32, pointer, rows: int, columns: int) -> cute.Tensor:
+        """Rows [64 w, 64 w + 64) of a tile."""
+        tile = self.tile(pointer + w * (64 * BLOCK), rows, columns)
+        return cute.local_tile(tile, (64, columns), (0, 0))
 
     @cute.jit
     def mma(
@@ -451,9 +461,8 @@ class Backward:
         thread = thread % 128
         row, column = masks.fragment_origin(thread)
 
-        k_rows = self.tile(self.key + w * (64 * BLOCK), TILE_KEYS, h)  # this warpgroup's 64 are first
-        k_rows = cute.local_tile(k_rows, (64, h), (0, 0))
-        v_rows = cute.local_tile(self.tile(self.value + w * (64 * BLOCK), TILE_KEYS, h), (64, h), (0, 0))
+        k_rows = self.rows_of(w, self.key, TILE_KEYS, h)
+        v_rows = self.rows_of(w, self.value, TILE_KEYS, h)
         acc_s, acc_dp = self.accumulator(m), self.accumulator(m)
         acc_dk, acc_dv = self.accumulator(h), self.accumulator(h)
         acc_dk.fill(0.0)
@@ -463,9 +472,7 @@ class Backward:
         # of 0 must not make NaN of that infinity; 1e-30 leaves every finite score at 0.
         negative = scale < 0.0
         hidden = Float32(cutlass.select_(negative, Float32(math.inf), Float32(-math.inf)))
-        scale_log2 = Float32(
-            cutlass.select_(scale == 0.0, Float32(1e-30), scale * LOG2_E)
-        )
+        scale_log2 = Float32(cutlass.select_(scale == 0.0, Float32(1e-30), scale * LOG2_E))
 
         scaling = (scale_log2, hidden)
         bounds = work.seen.unmasked_tiles(work.first_key, TILE_KEYS, m)
@@ -512,9 +519,7 @@ class Backward:
                 live = work.first_key + w * 64 + row + 8 * half < work.seen.num_rows
                 for x in cutlass.range_constexpr(cute.size(values)):
                     if cutlass.const_expr(x // 2 % 2 == half):
-                        values[x] = Float32(
-                            cutlass.select_(live, values[x] * factor, Float32(0.0))
-                        )
+                        values[x] = Float32(cutlass.select_(live, values[x] * factor, Float32(0.0)))
             place = (self.value, self.key)[i] + w * (64 * BLOCK)
             self.store_rows(self.operand_a(acc), place, thread)
         cute.arch.fence_view_async_shared()
@@ -523,10 +528,11 @@ class Backward:
             if prims.elect_sync():
                 for i in cutlass.range_constexpr(2):
                     for block in cutlass.range_constexpr(self.blocks):
+                        column, first = Int32(block * BLOCK), work.first_key + w * 64
                         prims.cp_async_bulk_tensor_global_shared_cta(
                             (dv, dk)[i].get_ptr(),
                             (self.value, self.key)[i] + (block * TILE_KEYS + w * 64) * BLOCK,
-                            (Int32(block * BLOCK), work.kv_head, work.first_key + w * 64, work.batch),
+                            (column, work.kv_head, first, work.batch),
                         )
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
@@ -606,8 +612,7 @@ class Backward:
         acc_dq = self.accumulator(m if self.layout.transposed else 64)
         ds_rows = self.tile(ds_pointer, m, TILE_KEYS)
         if cutlass.const_expr(self.layout.split_queries):
-            ds_rows = self.tile(ds_pointer + w * (64 * BLOCK), m, TILE_KEYS)
-            ds_rows = cute.local_tile(ds_rows, (64, TILE_KEYS), (0, 0))
+            ds_rows = self.rows_of(w, ds_pointer, m, TILE_KEYS)
             k_columns = self.tile(self.key, TILE_KEYS, h, transposed=True)
             self.mma(acc_dq, ds_rows, k_columns, b_major=MN, zero=True)
         else:

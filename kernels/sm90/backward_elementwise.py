@@ -30,7 +30,6 @@ import math
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-
 from cutlass.experimental import primitives as prims
 
 from .. import abi
@@ -297,9 +296,7 @@ class Postprocess:
             for half in cutlass.range_constexpr(2):  # of the 8 queries
                 query, piece = half * 4 + lane // 8, lane % 8
                 at = buffer + ((block * 8 + query) * 64 + (piece ^ query) * 8)
-                at = cute.make_ptr(
-                    self.dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16
-                )
+                at = cute.make_ptr(self.dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
                 result = cute.make_rmem_tensor(8, self.dtype)
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), result)
                 row, column = warp * 8 + query, block * 64 + piece * 8
