@@ -1,6 +1,9 @@
 // mbarrier objects and their instructions. See mbarrier.h.
 #include "mbarrier.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "decode.h"
 #include "machine.h"
 #include "memory.h"
@@ -68,16 +71,21 @@ SharedPlace place_of(Warp& w, const Instruction& in, int lane) {
 }
 
 void init(Warp& w, const Instruction& in, uint32_t mask) {
+  std::vector<uint32_t> made;  // by earlier lanes: some kernels initialise with a whole warp
   for_lanes(mask, [&](int lane) {
     SharedPlace place = place_of(w, in, lane);
     uint32_t count = row<uint32_t>(w, in.b)[lane];
     if (count == 0 || count > kMbarrierMaxCount) throw Fault(format("mbarrier.init with a count of %u", count));
-    if (place.cta->mbarriers.count(place.offset)) {
+    auto present = place.cta->mbarriers.find(place.offset);
+    if (present != place.cta->mbarriers.end()) {
+      bool same = present->second.expected == count && std::count(made.begin(), made.end(), place.offset) != 0;
+      if (same) return;
       throw Fault(format("mbarrier.init of the object at 0x%x, which is already initialised", where(place)));
     }
     for (auto& other : place.cta->mbarriers) {
       if (other.first < place.offset + 8 && place.offset < other.first + 8) throw Fault("mbarrier objects overlap");
     }
+    made.push_back(place.offset);
     Mbarrier& barrier = place.cta->mbarriers[place.offset];
     barrier.expected = barrier.pending = count;
     std::memset(place.state(), kBarrierObject, 8);
