@@ -9,6 +9,7 @@ import sys
 # imported on demand: each brings what the others do not need.
 COMMANDS = {
     "info": ("fa4_jax.info", "versions, devices, kernels, and what serves a given call"),
+    "accuracy": ("fa4_jax.accuracy", "quantised attention beside float64 and published figures"),
     "check": ("fa4_jax.check", "a small forward and backward of every implementation"),
 }
 

@@ -168,7 +168,7 @@ def _no_gradient(spec, operands) -> str | None:
         return (
             f"{config.probability_value.value} probabilities and values have no gradient: training "
             "with them diverges (published runs separate from FP8's after about 0.1 billion "
-            "tokens). Train with quantization='nvfp4_fp8', or pass the output through "
+            "tokens). Train with quantization='nvfp4_fp8', or pass query, key and value through "
             "jax.lax.stop_gradient"
         )
     given = [n for n in ("query", "key", "value") if isinstance(getattr(operands, n), Quantized)]

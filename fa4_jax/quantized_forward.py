@@ -271,28 +271,27 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     def logits(key_tile, first):
         s = jnp.einsum("bkgth,bksh->bkgts", query, key_tile, precision="highest")
         keys = first + jnp.arange(TILE, dtype=jnp.int32)
-        seen = visible(spec, inputs, T, keys) & (keys < S)
-        return jnp.where(seen[:, None, None], s * factor, -jnp.inf)
+        mask = (visible(spec, inputs, T, keys) & (keys < S))[:, None, None]
+        return jnp.where(mask, s * factor, -jnp.inf), jnp.any(mask, axis=-1)
 
     def tile(carry, operand):
         out, denominator, m, seen = carry
         key_tile, value_tile, first = operand
-        z = logits(key_tile, first)
-        peak = jnp.max(z, axis=-1)
+        z, seen_here = logits(key_tile, first)
         if isinstance(config.row_reference, RunningMax):
-            new = next_reference(config.row_reference, m, peak)
+            new = next_reference(config.row_reference, m, jnp.max(z, axis=-1))
             # A power of two: rescaling rounds nothing.
             fall = jnp.where(new == m, 0.0, jnp.maximum(m - new, -256.0))
             correction = elements.exp2_integer(fall.astype(jnp.int32))
             out, denominator, m = out * correction[..., None], denominator * correction, new
         p, row_sum = _probabilities(config, z, m)
         update = jnp.einsum("bkgts,bksh->bkgth", p, value_tile, precision="highest")
-        return (out + update, denominator + row_sum, m, seen | ~jnp.isneginf(peak)), None
+        return (out + update, denominator + row_sum, m, seen | seen_here), None
 
     rows = (B, K, N // K, T)
     if isinstance(config.row_reference, SampledGuard):
         # Unmasked by contract, so the first tile always has keys.
-        m = jnp.ceil(jnp.max(logits(key[0], 0), axis=-1)) + config.row_reference.margin
+        m = jnp.ceil(jnp.max(logits(key[0], 0)[0], axis=-1)) + config.row_reference.margin
     elif isinstance(config.row_reference, NoReference):
         m = jnp.zeros(rows, jnp.float32)
     else:
