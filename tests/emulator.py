@@ -1,7 +1,7 @@
 """A thin door to the PTX emulator for tests and kernel authors: `Emulator(ptx).launch(...)`.
 
-The library is built from ffi/emulator into build/emulator on first use (a minute), and again when a source
-changes. See ffi/emulator/README.md.
+The library is built from ffi/emulator into build/emulator on first use (a minute), and again when
+a source changes. See ffi/emulator/README.md.
 """
 
 import ctypes
@@ -22,7 +22,15 @@ _BUILD = _ROOT / "build" / "emulator"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 
 # CUtensorMapDataType
-_DATA_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6}
+_DATA_TYPES = {
+    "uint8": 0,
+    "uint16": 1,
+    "uint32": 2,
+    "int32": 3,
+    "uint64": 4,
+    "int64": 5,
+    "float16": 6,
+}
 _DATA_TYPES |= {"float32": 7, "float64": 8, "bfloat16": 9}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -35,8 +43,8 @@ class EmulatorError(RuntimeError):
 class TensorMap:
     """A dense array seen by the tensor memory accelerator.
 
-    box: elements, innermost dimension first, one for each dimension of `array`. swizzle: bytes of a row, 0, 32,
-    64 or 128. Elements outside the array read as zero.
+    box: elements, innermost dimension first, one for each dimension of `array`. swizzle: bytes of
+    a row, 0, 32, 64 or 128. Elements outside the array read as zero.
     """
 
     array: np.ndarray
@@ -60,7 +68,18 @@ class TensorMap:
         out = ctypes.create_string_buffer(128)
         address = ctypes.c_uint64(array.ctypes.data)
         status = library.emulator_encode_tiled(
-            out, data_type, rank, address, sizes, strides, box, steps, 0, _SWIZZLES[self.swizzle], 2, 0
+            out,
+            data_type,
+            rank,
+            address,
+            sizes,
+            strides,
+            box,
+            steps,
+            0,
+            _SWIZZLES[self.swizzle],
+            2,
+            0,
         )
         if status:
             raise ValueError(f"tensor map: {library.emulator_error().decode()}")
@@ -69,7 +88,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch took: warp instructions, seconds, and with `trace` the JSON text of trace.cc."""
+    """What a launch took: warp instructions, seconds; with `trace` the JSON text of trace.cc."""
 
     instructions: int
     seconds: float
@@ -106,11 +125,15 @@ class _Launch(ctypes.Structure):
     )
 
 
-def build_library(name: str = "emulator", extra_sources: Sequence[pathlib.Path] = ()) -> pathlib.Path:
-    """Compiles the emulator (and `extra_sources` that use its headers) into a shared library, if it is not there."""
+def build_library(
+    name: str = "emulator", extra_sources: Sequence[pathlib.Path] = ()
+) -> pathlib.Path:
+    """Compiles the emulator, and `extra_sources` that use its headers, into a shared library."""
     sources = [*sorted(_SOURCES.glob("*.cc")), *extra_sources]
     headers = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.inc")])
-    common = hashlib.sha256(b"".join(path.read_bytes() for path in headers) + repr(_FLAGS).encode()).hexdigest()
+    common = hashlib.sha256(
+        b"".join(path.read_bytes() for path in headers) + repr(_FLAGS).encode()
+    ).hexdigest()
     _BUILD.mkdir(parents=True, exist_ok=True)
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
@@ -132,7 +155,9 @@ def build_library(name: str = "emulator", extra_sources: Sequence[pathlib.Path] 
     library = _BUILD / f"lib{name}-{digest}.so"
     if not library.exists():
         partial = library.with_suffix(f".{os.getpid()}.so")
-        subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(partial), "-lpthread"], check=True)
+        subprocess.run(
+            [compiler, "-shared", *map(str, objects), "-o", str(partial), "-lpthread"], check=True
+        )
         partial.rename(library)
     return library
 
@@ -204,12 +229,13 @@ class Emulator:
     ) -> Result:
         """Runs a grid to its end; raises EmulatorError with the place of the first error.
 
-        params: one for each kernel parameter: an array (its address), a TensorMap, an int, a float, bytes, or None (a
-        null pointer). Kernels may touch only arrays named here, in tensor maps or in `buffers`, unless check_global is
-        off. entry: None if the module has one. shared: bytes of dynamic shared memory. seed: 0 for the deterministic
-        schedule, else an adversarial one. races: report conflicting accesses that nothing orders. lenient_tensor:
-        tcgen05 loads need no wait, and hand-overs of tensor memory between threads no tcgen05.fence (kernels of others
-        rely on that).
+        params: one for each kernel parameter: an array (its address), a TensorMap, an int, a float,
+        bytes, or None (a null pointer). Kernels may touch only arrays named here, in tensor maps or
+        in `buffers`, unless check_global is off. entry: None if the module has one. shared: bytes
+        of dynamic shared memory. seed: 0 for the deterministic schedule, else an adversarial one.
+        races: report conflicting accesses that nothing orders. lenient_tensor: tcgen05 loads need
+        no wait, and hand-overs of tensor memory between threads no tcgen05.fence (kernels of others
+        rely on that). strict_exit: a CTA may not end before its bulk copies have read shared memory.
         """
         if entry is None:
             (entry,) = self.entries
@@ -240,10 +266,14 @@ class Emulator:
             if len(raw) != size:
                 raise ValueError(f"parameter {i} has {size} bytes, not {len(raw)}")
             storage.append(ctypes.create_string_buffer(raw, size))
-        pointers = (ctypes.c_void_p * max(count, 1))(*[ctypes.addressof(buffer) for buffer in storage])
-        unique = {array.ctypes.data: array for array in arrays if array.nbytes} if check_global else {}
+        pointers = (ctypes.c_void_p * max(count, 1))(
+            *[ctypes.addressof(buffer) for buffer in storage]
+        )
+        unique = (
+            {array.ctypes.data: array for array in arrays if array.nbytes} if check_global else {}
+        )
         regions = (_Region * max(len(unique), 1))()
-        for region, (i, array) in zip(regions, enumerate(unique.values())):
+        for region, (i, array) in zip(regions, enumerate(unique.values()), strict=False):
             region.name = f"array {i} {array.dtype}{list(array.shape)}".encode()
             region.base, region.bytes = array.ctypes.data, array.nbytes
             region.writable = array.flags.writeable
@@ -253,7 +283,11 @@ class Emulator:
         )  # fmt: skip
         instructions, seconds = ctypes.c_uint64(), ctypes.c_double()
         status = self._library.emulator_launch(
-            self._module, name, ctypes.addressof(request), ctypes.addressof(instructions), ctypes.addressof(seconds)
+            self._module,
+            name,
+            ctypes.addressof(request),
+            ctypes.addressof(instructions),
+            ctypes.addressof(seconds),
         )
         if status:
             raise EmulatorError(self._library.emulator_error().decode())

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - instructions of PTX are not broken into lines
 """The emulator's machine on small PTX programs against NumPy: arithmetic, divergence, warp instructions, memory, errors."""
 
 import json
@@ -9,7 +10,9 @@ from emulator import Emulator, EmulatorError
 pytestmark = pytest.mark.emulator
 
 
-def kernel(body: str, params: int = 0, registers: str = "", target: str = "sm_90a", shared: str = "") -> str:
+def kernel(
+    body: str, params: int = 0, registers: str = "", target: str = "sm_90a", shared: str = ""
+) -> str:
     """A module with one entry `k` whose 64-bit parameters are in %rd0 ... and the thread's index in %t."""
     names = ", ".join(f".param .u64 p{i}" for i in range(params))
     loads = "\n".join(f"  ld.param.u64 %rd{i}, [p{i}];" for i in range(params))
@@ -36,18 +39,24 @@ def kernel(body: str, params: int = 0, registers: str = "", target: str = "sm_90
 """
 
 
-def run_lanes(instructions: str, *inputs: np.ndarray, out: type = np.uint32, **options) -> np.ndarray:
+def run_lanes(
+    instructions: str, *inputs: np.ndarray, out: type = np.uint32, **options
+) -> np.ndarray:
     """Runs instructions on 32 threads: inputs arrive in %a0, %a1 ... (32 or 64 bits each), the result is %out."""
     registers, loads = [], []
     for i, array in enumerate(inputs):
         bits = array.itemsize * 8
         registers.append(f".reg .b{max(bits, 32)} %a{i};")
-        loads.append(f"  mad.wide.u32 %rd20, %t, {array.itemsize}, %rd{i};\n  ld.global.b{bits} %a{i}, [%rd20];")
+        loads.append(
+            f"  mad.wide.u32 %rd20, %t, {array.itemsize}, %rd{i};\n  ld.global.b{bits} %a{i}, [%rd20];"
+        )
     result = np.zeros(32, out)
     bits = result.itemsize * 8
     registers.append(f".reg .b{bits} %out;")
     n = len(inputs)
-    store = f"  mad.wide.u32 %rd20, %t, {result.itemsize}, %rd{n};\n  st.global.b{bits} [%rd20], %out;"
+    store = (
+        f"  mad.wide.u32 %rd20, %t, {result.itemsize}, %rd{n};\n  st.global.b{bits} [%rd20], %out;"
+    )
     body = "\n".join([*loads, instructions, store])
     module = Emulator(kernel(body, n + 1, "\n".join(registers)))
     module.launch("k", 1, 32, [*inputs, result], **options)
@@ -85,7 +94,13 @@ BINARY = {
 @pytest.mark.parametrize("name", BINARY)
 def test_binary(name, dtype):
     bits = np.dtype(dtype).itemsize * 8
-    suffix = "b" if name in ("and", "or", "xor") else "s" if np.issubdtype(dtype, np.signedinteger) else "u"
+    suffix = (
+        "b"
+        if name in ("and", "or", "xor")
+        else "s"
+        if np.issubdtype(dtype, np.signedinteger)
+        else "u"
+    )
     a, b = words(1, dtype), words(2, dtype)
     out = np.uint64 if bits == 64 else np.uint32
     got = run_lanes(f"  {name}.{suffix}{bits} %out, %a0, %a1;", a, b, out=out)
@@ -99,7 +114,10 @@ def _bfe(a, position, length, signed):
     if length == 0:
         return 0
     sign = signed and (a >> min(position + length - 1, bits - 1)) & 1
-    field = [(a >> (position + i)) & 1 if i < length and position + i < bits else sign for i in range(bits)]
+    field = [
+        (a >> (position + i)) & 1 if i < length and position + i < bits else sign
+        for i in range(bits)
+    ]
     return sum(int(bit) << i for i, bit in enumerate(field))
 
 
@@ -132,9 +150,14 @@ SINGLE = {
         (a & 255) | (a >> 16 & 255) << 8 | (b & 255) << 16 | (b >> 16 & 255) << 24
     ),
     "prmt.b32 %out, %a0, %a1, 0x00ab": lambda a, b, c: (
-        (255 if a >> 31 else 0) | (255 if a >> 23 & 1 else 0) << 8 | (a & 255) << 16 | (a & 255) << 24
+        (255 if a >> 31 else 0)
+        | (255 if a >> 23 & 1 else 0) << 8
+        | (a & 255) << 16
+        | (a & 255) << 24
     ),
-    "add.u16x2 %out, %a0, %a1": lambda a, b, c: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16,
+    "add.u16x2 %out, %a0, %a1": lambda a, b, c: (
+        (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16
+    ),
 }
 
 
@@ -193,7 +216,9 @@ def test_setp_selp(compare, type_):
 def test_float_arithmetic_uses_the_rounding_of_the_text():
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(32).astype(np.float32) for _ in range(3))
-    np.testing.assert_array_equal(run_lanes("  add.rn.f32 %out, %a0, %a1;", a, b, out=np.float32), a + b)
+    np.testing.assert_array_equal(
+        run_lanes("  add.rn.f32 %out, %a0, %a1;", a, b, out=np.float32), a + b
+    )
     exact = (a.astype(np.float64) * b + c).astype(np.float32)
     got = run_lanes("  fma.rn.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32)
     np.testing.assert_array_equal(got, exact)
@@ -326,9 +351,17 @@ def test_votes_matches_reductions():
     a = (words(14) % 4).astype(np.uint32)
     bits = sum(int(x == 1) << i for i, x in enumerate(a))
     text = "  setp.eq.u32 %p1, %a0, 1;\n"
-    np.testing.assert_array_equal(run_lanes(text + "  vote.sync.ballot.b32 %out, %p1, -1;", a), np.full(32, bits))
-    for mode, want in (("any", bits != 0), ("all", bits == 2**32 - 1), ("uni", bits in (0, 2**32 - 1))):
-        got = run_lanes(text + f"  vote.sync.{mode}.pred %p2, %p1, -1;\n  selp.b32 %out, 1, 0, %p2;", a)
+    np.testing.assert_array_equal(
+        run_lanes(text + "  vote.sync.ballot.b32 %out, %p1, -1;", a), np.full(32, bits)
+    )
+    for mode, want in (
+        ("any", bits != 0),
+        ("all", bits == 2**32 - 1),
+        ("uni", bits in (0, 2**32 - 1)),
+    ):
+        got = run_lanes(
+            text + f"  vote.sync.{mode}.pred %p2, %p1, -1;\n  selp.b32 %out, 1, 0, %p2;", a
+        )
         np.testing.assert_array_equal(got, np.full(32, want))
     got = run_lanes("  match.any.sync.b32 %out, %a0, -1;", a)
     np.testing.assert_array_equal(got, [sum(int(x == y) << i for i, y in enumerate(a)) for x in a])
@@ -373,7 +406,9 @@ def test_local_memory_is_private():
   st.local.u32 [%rd10+4], %r1;
   cvta.local.u64 %rd11, %rd10;
   ld.u32 %out, [%rd11+4];"""
-    np.testing.assert_array_equal(run_lanes(".local .align 8 .b8 depot[16];" + text), np.arange(32) * 3 + 1)
+    np.testing.assert_array_equal(
+        run_lanes(".local .align 8 .b8 depot[16];" + text), np.arange(32) * 3 + 1
+    )
 
 
 @pytest.mark.parametrize("space", ["shared", "global"])
@@ -381,11 +416,15 @@ def test_atomics(space):
     counter = np.zeros(4, np.uint32)
     address = "mov.u64 %rd10, %rd1;" if space == "global" else "mov.b32 %r9, dynamic;"
     base = "%rd10" if space == "global" else "%r9"
-    init = "" if space == "global" else f"""
+    init = (
+        ""
+        if space == "global"
+        else f"""
   setp.lt.u32 %p1, %t, 4;
   mad.lo.u32 %r8, %t, 4, {base};
   @%p1 st.shared.u32 [%r8], 0;
   bar.sync 0;"""
+    )
     body = f"""
   {address}{init}
   atom.{space}.add.u32 %r1, [{base}], 2;
