@@ -409,8 +409,8 @@ def test_wgmma_register_rules(options, message):
         np.zeros((16, 16), ml_dtypes.bfloat16),
         np.zeros((64, 16), np.float32),
     )
+    args = TensorMap(a, (16, 64), 32), TensorMap(b, (16, 16), 32), d
     with pytest.raises(EmulatorError, match=message):
-        args = TensorMap(a, (16, 64), 32), TensorMap(b, (16, 16), 32), d
         launch(wgmma_body(**options), *args, params="mmp", block=128, races=True)
 
 
@@ -679,7 +679,7 @@ def test_a_missing_barrier_is_a_race_although_the_value_is_right():
     launch(HAND_OVER.format(barrier="bar.sync 0;"), block=64, races=True)
     with pytest.raises(
         EmulatorError,
-        match="race: warp 1 of rank 0 reads shared memory 0x.*which warp 0(.|\n)*Nothing orders",
+        match=r"race: warp 1 of rank 0 reads shared memory 0x.*which warp 0(.|\n)*Nothing orders",
     ):
         launch(HAND_OVER.format(barrier=""), block=64, races=True)
     launch(HAND_OVER.format(barrier=""), block=64)
@@ -749,7 +749,7 @@ END:"""
     good = body.replace("SYNC", "bar.sync 1, 64;").replace("ARRIVE", "bar.arrive 1, 64;")
     launch(good, TensorMap(array, (256,)), params="m", block=64, races=True)
     bad = body.replace("SYNC", "").replace("ARRIVE", "")
-    with pytest.raises(EmulatorError, match="race: |deadlock"):
+    with pytest.raises(EmulatorError, match=r"race: |deadlock"):
         launch(bad, TensorMap(array, (256,)), params="m", block=64, races=True)
 
 
@@ -766,7 +766,7 @@ def test_barriers_need_their_initialisation_published():
         + wait("W", "%base")
     )
     launch(body, TensorMap(array, (256,)), params="m", races=True)
-    with pytest.raises(EmulatorError, match="no fence.mbarrier_init"):
+    with pytest.raises(EmulatorError, match=r"no fence\.mbarrier_init"):
         launch(
             body.replace("fence.mbarrier_init.release.cluster;", ""),
             TensorMap(array, (256,)),

@@ -504,7 +504,7 @@ def test_malformed_text(body, message):
         ("  st.shared.u32 [0], 1;", "outside the CTA's shared memory"),
         ("  mov.b32 %r1, dynamic;\n  st.shared.u32 [%r1+2], 1;", "misaligned"),
         ("  st.global.u32 [%rd0+4096], 1;", "out of bounds.*4096 bytes after the start of 'array 0"),
-        ("  st.global.u32 [%rd0-4], 1;", "in no buffer of the launch"),
+        ("  st.global.u32 [%rd0-4], 1;", "in no buffer of the launch|out of bounds"),
         ("  bar.sync 0, 64;", "deadlock(.|\n)*barrier 0: 32 of 64 threads"),
         ("  trap;", "trapped"),
         ("  setp.eq.u32 %p1, %t, 0;\n  @%p1 bra L;\n  bar.warp.sync -1;\n  bra.uni M;\nL:\n  shfl.sync.idx.b32 %r1, "
