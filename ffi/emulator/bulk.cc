@@ -161,6 +161,11 @@ void check_cta_exit(Cta& cta) {
     const TensorCore::Allocation& a = cta.tensor->allocations[0];
     throw Fault(format("the CTA exits without having freed tensor memory columns %u..%u", a.column, a.column + a.columns - 1));
   }
+  if (!cta.cluster->grid->request->options.strict_exit) return;
+  for (uint32_t id = 0; id < 16; ++id) {
+    const NamedBarrier& b = cta.barriers[id];
+    if (b.in_use) throw Fault(format("the CTA exits while barrier %u waits: %u of %u threads have arrived", id, b.arrived, b.expected));
+  }
 }
 
 void check_warp_exit(Warp& w) {

@@ -76,7 +76,7 @@ void barrier(Warp& w, const Instruction& in, uint32_t mask) {
   if (!b.in_use) {
     b.in_use = true;
     b.expected = count;
-    b.arrived = 0;
+    b.arrived = b.warps = 0;
     b.reduce_and = kFullMask, b.reduce_or = 0, b.reduce_count = 0;
   } else if (b.expected != count) {
     throw Fault(format("barrier %u is used with %u threads while it waits for %u", id, count, b.expected));
@@ -87,6 +87,8 @@ void barrier(Warp& w, const Instruction& in, uint32_t mask) {
     b.reduce_or |= p;
     b.reduce_count += __builtin_popcount(p);
   }
+  if (b.warps >> w.index & 1) throw Fault(format("the warp arrives at barrier %u a second time before the barrier completes", id));
+  b.warps |= 1u << w.index;
   b.arrived += 32;
   uint64_t generation = b.generation;
   if (Races* races = races_of(w)) races->release(w, races->named(*w.cta, id, generation));

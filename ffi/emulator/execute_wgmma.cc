@@ -21,27 +21,38 @@ struct Wgmma {
   uint32_t d_list = 0, a_list = 0;
 };
 
-void require_chunks(const Agent& agent, Cta& cta, const uint32_t* chunks, int count) {
+// What the four warps knew when they issued a product. The instruction does not synchronise them: each multiplies 16 rows of A,
+// which only it must know to be written, by all of B, which all four must.
+struct Issuers {
+  const Clock* warps[4];
+  Clock all;
+};
+
+template <class Known>
+void require_chunks(const Agent& agent, Cta& cta, const uint32_t* chunks, int count, Known&& known) {
   for (int i = 0; i < count; ++i) {
     if (chunks[i] < kSharedBase || chunks[i] + 16 > cta.shared_end) {
       throw Fault(format("a matrix descriptor leads to shared address 0x%x, outside 0x%x..0x%x", chunks[i], kSharedBase, cta.shared_end));
     }
     SharedPlace place{&cta, chunks[i]};
     require_written(place, 16);
-    note_read(agent, place, 16);
+    if (Races* races = agent.races()) races->read(agent.number, known(i), cta, place.offset, 16, agent.proxy, agent.in);
   }
 }
 
-void gather(const Agent& agent, Cta& cta, uint64_t bits, Major major, Format format, int rows, int k, bool transpose, float* out) {
+template <class Known>
+void gather(const Agent& agent, Cta& cta, uint64_t bits, Major major, Format format, int rows, int k, bool transpose, float* out,
+            Known&& known) {
   MatrixDescriptor descriptor = decode_wgmma_descriptor(bits);
   static thread_local uint32_t chunks[kMaxMatrixChunks];
   int count = matrix_chunks(descriptor, major, rows, k, bits_of(format), chunks);
-  require_chunks(agent, cta, chunks, count);
+  require_chunks(agent, cta, chunks, count, known);
   gather_matrix(cta.shared.data(), chunks, major, format, bits_of(format), rows, k, transpose, out);
   cta.counters.shared_read += 16u * count;
 }
 
-void execute(Cta& cta, WarpgroupQueue& queue, const WarpgroupQueue::Operation& operation, const Agent& agent) {
+void execute(Cta& cta, WarpgroupQueue& queue, const WarpgroupQueue::Operation& operation, const Agent& agent,
+             const Issuers& issuers) {
   const Wgmma& op = *static_cast<const Wgmma*>(operation.in->extra);
   const WgmmaSpec& spec = op.spec;
   alignas(64) static thread_local float a[64 * 64];
@@ -57,8 +68,13 @@ void execute(Cta& cta, WarpgroupQueue& queue, const WarpgroupQueue::Operation& o
     }
   }
   if (op.a_in_registers) load_wgmma_a(spec, a_registers, a);
-  else gather(agent, cta, operation.a, spec.a_major, spec.a, 64, spec.k(), false, a);
-  gather(agent, cta, operation.b, spec.b_major, spec.b, spec.n, spec.k(), true, b);
+  else gather(agent, cta, operation.a, spec.a_major, spec.a, 64, spec.k(), false, a, [&](int chunk) -> const Clock& {
+    // Chunks go along k and then down the rows; or, where A is transposed, along the rows and then down k.
+    int along = (spec.a_major == Major::kK ? spec.k() : 64) * bits_of(spec.a) / 128;
+    int row = spec.a_major == Major::kK ? chunk / along : chunk % along * 64 / along;
+    return *issuers.warps[row / 16];
+  });
+  gather(agent, cta, operation.b, spec.b_major, spec.b, spec.n, spec.k(), true, b, [&](int) -> const Clock& { return issuers.all; });
   wgmma(spec, a, b, operation.scale_d, d_registers);
   ++cta.counters.wgmma;
   cta.counters.mma_flop += uint64_t{2} * 64 * spec.n * spec.k();
@@ -75,11 +91,19 @@ class Product : public Asynchronous {
     uint32_t warpgroup = queue_.warps[0]->index / 4;
     Agent agent{cta_.cluster, 0, operation.in, Races::Proxy::kAsync};
     Races* races = agent.races();
+    Issuers issuers{};
     if (races) {
       agent.number = races->wgmma(*queue_.warps[0]);
-      races->advance(agent.number, {races->wgmma_issue(cta_, warpgroup, sequence_), Clock()});
+      Clock together;
+      for (uint32_t i = 0; i < 4; ++i) {
+        const Clock& clock = races->wgmma_issue(cta_, 4 * warpgroup + i, sequence_);
+        issuers.warps[i] = &clock;
+        if (i == 0) together = issuers.all = clock;
+        else together.join(clock), issuers.all.meet(clock);
+      }
+      races->advance(agent.number, {together, Clock()});
     }
-    execute(cta_, queue_, operation, agent);
+    execute(cta_, queue_, operation, agent, issuers);
     if (races) {
       races->wgmma_done(cta_, warpgroup, sequence_) = races->clock(agent.number);
       constexpr uint64_t kRemembered = 1024;  // more than any warp lags behind
@@ -135,7 +159,7 @@ void issue(Warp& w, const Instruction& in, uint32_t mask) {
     throw Fault("the warps of a warpgroup issue different wgmma instructions or operands");
   }
   operation.issued |= 1u << warp;
-  if (Races* races = races_of(w)) races->release(w, races->wgmma_issue(*w.cta, w.index / 4, sequence));
+  if (Races* races = races_of(w)) races->release(w, races->wgmma_issue(*w.cta, w.index, sequence));
   note_progress(w);
   if (operation.issued == 15) {
     cluster_of(w).submit(std::make_unique<Product>(*w.cta, queue, sequence, issue_text(w, in)));

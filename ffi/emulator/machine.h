@@ -173,6 +173,7 @@ inline int first_lane(uint32_t mask) { return __builtin_ctz(mask); }
 struct NamedBarrier {
   uint32_t expected = 0;    // threads; 0: all of the CTA
   uint32_t arrived = 0;     // threads
+  uint32_t warps = 0;       // bit of each that has arrived
   uint64_t generation = 0;
   bool in_use = false;
   uint32_t reduce_and = kFullMask, reduce_or = 0, reduce_count = 0;  // bar.red

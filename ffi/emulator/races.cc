@@ -21,6 +21,11 @@ void join_into(std::vector<uint32_t>& to, const std::vector<uint32_t>& from) {
   for (size_t i = 0, n = from.size(); i < n; ++i) a[i] = std::max(a[i], b[i]);
 }
 
+void meet_with(std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+  if (a.size() > b.size()) a.resize(b.size());
+  for (size_t i = 0; i < a.size(); ++i) a[i] = std::min(a[i], b[i]);
+}
+
 void set(std::vector<uint32_t>& clock, uint32_t agent, uint32_t value) {
   if (clock.size() <= agent) clock.resize(agent + 1, 0);
   clock[agent] = value;
@@ -32,6 +37,12 @@ void Clock::join(const Clock& other) {
   join_into(order, other.order);
   join_into(proxy, other.proxy);
   join_into(init, other.init);
+}
+
+void Clock::meet(const Clock& other) {
+  meet_with(order, other.order);
+  meet_with(proxy, other.proxy);
+  meet_with(init, other.init);
 }
 
 Races::Cell& Races::Cell::operator=(const Cell& other) {
@@ -199,10 +210,10 @@ void Races::check_write(const Actor& actor, Cell& cell, uint32_t address) {
 }
 
 template <bool kWrite>
-void Races::access(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in) {
+void Races::access(uint32_t agent, const Clock& known, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy,
+                   const Instruction* in) {
   std::vector<Chunk>& chunks = memories_[cta.rank].shared;
-  const Clock& clock = agents_[agent].clock;
-  const Actor actor{{agent, clock.order[agent], in, proxy}, clock, "shared memory", cta.rank};
+  const Actor actor{{agent, agents_[agent].clock.order[agent], in, proxy}, known, "shared memory", cta.rank};
   auto check = [&](Cell& cell, uint32_t address) {
     if (kWrite) check_write(actor, cell, address);
     else check_read(actor, cell, address);
@@ -235,10 +246,13 @@ void Races::access(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Pr
 }
 
 void Races::read(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in) {
-  access<false>(agent, cta, offset, bytes, proxy, in);
+  access<false>(agent, agents_[agent].clock, cta, offset, bytes, proxy, in);
+}
+void Races::read(uint32_t agent, const Clock& known, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in) {
+  access<false>(agent, known, cta, offset, bytes, proxy, in);
 }
 void Races::write(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in) {
-  access<true>(agent, cta, offset, bytes, proxy, in);
+  access<true>(agent, agents_[agent].clock, cta, offset, bytes, proxy, in);
 }
 
 template <bool kWrite>
@@ -299,14 +313,16 @@ Clock& Races::cluster_phase(uint64_t phase) {
   return objects_[uint64_t{4} << 32 | (phase & 0xffff)];
 }
 Clock& Races::atomic_cell(const Cta& cta, uint32_t offset) { return objects_[key(cta, uint64_t{5} << 32 | offset)]; }
-Clock& Races::wgmma_issue(const Cta& cta, uint32_t warpgroup, uint64_t sequence) {
-  return objects_[key(cta, uint64_t{6 + warpgroup} << 48 | (sequence & 0xffffffffffu))];
+Clock& Races::wgmma_issue(const Cta& cta, uint32_t warp, uint64_t sequence) {
+  return objects_[key(cta, uint64_t{64 + warp} << 48 | (sequence & 0xffffffffffu))];
 }
 Clock& Races::wgmma_done(const Cta& cta, uint32_t warpgroup, uint64_t sequence) {
   return objects_[key(cta, uint64_t{32 + warpgroup} << 48 | (sequence & 0xffffffffffu))];
 }
 void Races::forget_wgmma(const Cta& cta, uint32_t warpgroup, uint64_t sequence) {
-  objects_.erase(key(cta, uint64_t{6 + warpgroup} << 48 | (sequence & 0xffffffffffu)));
+  for (uint32_t warp = 4 * warpgroup; warp < 4 * warpgroup + 4; ++warp) {
+    objects_.erase(key(cta, uint64_t{64 + warp} << 48 | (sequence & 0xffffffffffu)));
+  }
   objects_.erase(key(cta, uint64_t{32 + warpgroup} << 48 | (sequence & 0xffffffffffu)));
 }
 

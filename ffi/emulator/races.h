@@ -29,6 +29,7 @@ struct SharedPlace;
 struct Clock {
   std::vector<uint32_t> order, proxy, init;
   void join(const Clock& other);
+  void meet(const Clock& other);  // keeps what both know
 };
 
 class Races {
@@ -66,6 +67,8 @@ class Races {
   // ---- accesses. `in`: the instruction, for the message.
   enum class Proxy : uint8_t { kGeneric, kAsync };
   void read(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in);
+  // The same when the access may rely on less than its agent knows.
+  void read(uint32_t agent, const Clock& known, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in);
   void write(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in);
   void read_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in);
   void write_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in);
@@ -79,8 +82,9 @@ class Races {
   Clock& named(const Cta& cta, uint32_t id, uint64_t generation);
   Clock& cluster_phase(uint64_t phase);
   Clock& atomic_cell(const Cta& cta, uint32_t offset);        // release and acquire on shared memory
-  // Operations of a warpgroup's wgmma pipe by their number.
-  Clock& wgmma_issue(const Cta& cta, uint32_t warpgroup, uint64_t sequence);
+  // Operations of a warpgroup's wgmma pipe by their number: what each warp knew when it issued one, and what is known of
+  // its completion.
+  Clock& wgmma_issue(const Cta& cta, uint32_t warp, uint64_t sequence);
   Clock& wgmma_done(const Cta& cta, uint32_t warpgroup, uint64_t sequence);
   void forget_wgmma(const Cta& cta, uint32_t warpgroup, uint64_t before);
 
@@ -128,7 +132,8 @@ class Races {
   bool knows(const Actor& actor, const Access& access, bool* fence_missing) const;
   void check_read(const Actor& actor, Cell& cell, uint32_t address);
   void check_write(const Actor& actor, Cell& cell, uint32_t address);
-  template <bool kWrite> void access(uint32_t agent, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in);
+  template <bool kWrite>
+  void access(uint32_t agent, const Clock& known, Cta& cta, uint32_t offset, uint32_t bytes, Proxy proxy, const Instruction* in);
   template <bool kWrite> void access_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in);
   [[noreturn]] void report(const Actor& actor, const Access& before, bool writes, bool wrote, bool fence_missing, uint32_t address) const;
   std::string describe(uint32_t agent) const;

@@ -596,7 +596,7 @@ void finish_barrier(Cta& cta, uint32_t id) {
   if (b.arrived < expected || b.arrived == 0) return;
   if (b.arrived > expected) throw Fault(format("barrier %u: %u threads arrived, %u were expected", id, b.arrived, expected));
   b.result_and = b.reduce_and, b.result_or = b.reduce_or, b.result_count = b.reduce_count;
-  b.arrived = 0;
+  b.arrived = b.warps = 0;
   b.in_use = false;
   ++b.generation;
   ++cta.cluster->progress;
