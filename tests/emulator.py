@@ -234,8 +234,8 @@ class Emulator:
         in `buffers`, unless check_global is off. entry: None if the module has one. shared: bytes
         of dynamic shared memory. seed: 0 for the deterministic schedule, else an adversarial one.
         races: report conflicting accesses that nothing orders. lenient_tensor: tcgen05 loads need
-        no wait, and hand-overs of tensor memory between threads no tcgen05.fence (kernels of others
-        rely on that). strict_exit: a CTA may not end before its bulk copies have read shared memory.
+        no wait, and hand-overs of tensor memory between threads no tcgen05.fence (kernels of
+        others rely on that). strict_exit: a CTA may not end before its bulk copies are read.
         """
         if entry is None:
             (entry,) = self.entries
@@ -278,9 +278,23 @@ class Emulator:
             region.base, region.bytes = array.ctypes.data, array.nbytes
             region.writable = array.flags.writeable
         request = _Launch(
-            _triple(grid), _triple(cluster), _triple(block), shared, pointers, regions, len(unique), seed,
-            threads, races, strict_exit, trace, instruction_limit, num_sms, registers, lenient_tensor,
-        )  # fmt: skip
+            grid=_triple(grid),
+            cluster=_triple(cluster),
+            block=_triple(block),
+            dynamic_shared=shared,
+            parameters=pointers,
+            regions=regions,
+            num_regions=len(unique),
+            seed=seed,
+            host_threads=threads,
+            check_races=races,
+            strict_exit=strict_exit,
+            trace=trace,
+            instruction_limit=instruction_limit,
+            num_sms=num_sms,
+            registers=registers,
+            lenient_tensor=lenient_tensor,
+        )
         instructions, seconds = ctypes.c_uint64(), ctypes.c_double()
         status = self._library.emulator_launch(
             self._module,
@@ -296,7 +310,7 @@ class Emulator:
 
 
 def _grid(expression: str, symbols: dict[str, int]) -> int:
-    """Evaluates `T/128*N*B limit num_sms*1` of the manifest: products of factors, / is a ceiling division."""
+    """Evaluates `T/128*N*B limit num_sms*1` of the manifest; / is a ceiling division."""
 
     def product(text: str) -> int:
         total = 1
@@ -322,8 +336,8 @@ def launch_kernel(
 ) -> Result:
     """Runs a kernel of a bundle directory (NAME.ptx and its manifest block) as ffi/launch.cc would.
 
-    operands: arrays by the names of the manifest, None for absent optional ones. symbols: T, S, N ... and the
-    attributes that the kernel takes. options: those of Emulator.launch.
+    operands: arrays by the names of the manifest, None for absent optional ones. symbols: T, S, N
+    ... and the attributes that the kernel takes. options: those of Emulator.launch.
     """
     directory = pathlib.Path(directory)
     block = None
