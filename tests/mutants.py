@@ -1,0 +1,219 @@
+"""Deletes one synchronisation instruction at a time from a kernel and sees who notices.
+
+    python tests/mutants.py sm90_forward_bf16_h128_causal sm90_backward_bf16_h128_causal
+
+Every mbarrier wait, arrival and announcement of bytes, every fence, commit and wait of copies and
+products, and every named barrier of the PTX gives a mutant. It runs on small inputs that enter
+every loop: with the default schedule under the race check, then, if nothing was found, with seeds.
+A mutant is caught by an error of the emulator or by a result that differs from the original's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+from emulator import EmulatorError, launch_kernel
+
+BUNDLE = pathlib.Path(__file__).resolve().parent.parent / "fa4_jax" / "_native" / "bundle"
+UNLIMITED = 2**30
+DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+
+# A wait loops until a predicate holds: make it hold. All other instructions vanish.
+_WAIT = re.compile(r"mbarrier\.try_wait\S*\s+(%p\d+),.*?;")
+_EXPECT = re.compile(r"mbarrier\.arrive\.expect_tx(\S*)\s+(%rd\d+), (\[[^]]*\]), [^;]*;")
+_DELETED = {
+    "arrive.expect_tx": r"mbarrier\.arrive\.expect_tx",
+    "expect_tx": r"mbarrier\.expect_tx",
+    "arrive": r"mbarrier\.arrive\.(?!expect_tx)",
+    "fence.proxy": r"fence\.proxy",
+    "fence.mbarrier_init": r"fence\.mbarrier_init",
+    "wgmma.fence": r"wgmma\.fence",
+    "wgmma.commit": r"wgmma\.commit_group",
+    "wgmma.wait": r"wgmma\.wait_group",
+    "bulk.commit": r"cp\.async\.bulk\.commit_group",
+    "bulk.wait": r"cp\.async\.bulk\.wait_group",
+    "barrier.sync": r"(?:bar|barrier)(?:\.cta)?\.sync",
+    "barrier.arrive": r"(?:bar|barrier)(?:\.cta)?\.arrive",
+    "warp.sync": r"bar\.warp\.sync",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A kernel without one of its instructions: the PTX line (from 1) and what was done to it."""
+
+    kind: str
+    line: int
+    text: str
+    ptx: str
+
+
+def mutants(ptx: str) -> Iterator[Mutant]:
+    """Every mutant of a kernel, in the order of its text."""
+    lines = ptx.split("\n")
+
+    def replaced(kind: str, i: int, new: str) -> Mutant:
+        return Mutant(kind, i + 1, lines[i].strip(), "\n".join([*lines[:i], new, *lines[i + 1 :]]))
+
+    for i, line in enumerate(lines):
+        if wait := _WAIT.search(line):
+            yield replaced("wait", i, f"setp.eq.s32 {wait[1]}, 0, 0;")
+        for kind, pattern in _DELETED.items():
+            if re.match(rf"\s*{pattern}", line):
+                yield replaced(kind, i, "")
+        if expect := _EXPECT.search(line):
+            # The arrival stays, its bytes are not waited for.
+            plain = f"mbarrier.arrive{expect[1]} {expect[2]}, {expect[3]};"
+            yield replaced("expect_tx of arrive", i, plain)
+
+
+class Workload:
+    """A kernel's launch on small inputs, and what it gave.
+
+    Two batch elements with partial last tiles, the second with shorter lengths, an offset and a
+    negative scale; NaN wherever no query may look. Both query heads share one key/value head.
+    """
+
+    def __init__(self, kernel: str, bundle: pathlib.Path = BUNDLE):
+        _, operation, dtype, head_dim, mask = kernel.split("_")
+        self.directory, self.kernel = bundle / "sm_90a", kernel
+        self.ptx = (self.directory / f"{kernel}.ptx").read_text()
+        blocks = (bundle / "manifest.txt").read_text().split("\n\n")
+        self.manifest = next(b for b in blocks if b.startswith(f"kernel {kernel}\n"))
+        self.dtype, H = DTYPES[dtype], int(head_dim[1:])
+        B, N, K = 2, 2, 1
+        T, S = (300, 300) if operation == "forward" else (200, 200)
+        left, right = {"full": (UNLIMITED,) * 2, "causal": (UNLIMITED, 0), "window": (90, 40)}[mask]
+        self.symbols = dict(B=B, T=T, S=S, N=N, K=K, Tp=-(-T // 128) * 128, Hp=H, Hv=H)
+        self.symbols |= dict(window_left=left, window_right=right, num_sms=2)
+        self.random = np.random.default_rng(0)
+        queries, keys = np.array([T, T - 90], np.int32), np.array([S, S - 90], np.int32)
+        self.operands = {
+            "query": self.normal((B, T, N, H), queries),
+            "key": self.normal((B, S, K, H), keys),
+            "value": self.normal((B, S, K, H), keys),
+            "out": np.zeros((B, T, N, H), self.dtype),
+            "lse": np.zeros((B, T, N), np.float32),
+            "scale": np.array([0.1, -0.1], np.float32),
+            "query_seq_lengths": queries,
+            "key_value_seq_lengths": keys,
+            "query_offset": np.array([0, 3 if mask != "full" else 0], np.int32),
+        }
+        self.results = ("out", "lse")
+        if operation == "backward":
+            self.prepare_backward(dtype, head_dim, mask, queries)
+        self.expected: dict[str, np.ndarray] = {}
+        self.limit = 0
+
+    def normal(self, shape: tuple[int, ...], lengths: np.ndarray) -> np.ndarray:
+        x = self.random.standard_normal(shape).astype(self.dtype)
+        for b, length in enumerate(lengths):
+            x[b, length:] = np.nan
+        return x
+
+    def prepare_backward(self, dtype: str, head_dim: str, mask: str, queries: np.ndarray) -> None:
+        """Runs the forward and the preprocess, whose results the main kernel reads."""
+        o, s = self.operands, self.symbols
+        o["dout"] = self.normal(o["query"].shape, queries)
+        o["dlse"] = self.random.standard_normal(o["lse"].shape).astype(np.float32)
+        o["lse_log2"] = np.zeros((s["B"], s["N"], s["Tp"]), np.float32)
+        o["delta"] = np.zeros_like(o["lse_log2"])
+        o["dq_accumulator"] = np.zeros((*o["delta"].shape, s["Hp"]), np.float32)
+        o["dk"], o["dv"] = np.zeros_like(o["key"]), np.zeros_like(o["value"])
+        for name in (
+            f"forward_{dtype}_{head_dim}_{mask}",
+            f"backward_preprocess_{dtype}_{head_dim}",
+        ):
+            launch_kernel(self.directory, f"sm90_{name}", o, s)
+        self.results = ("dq_accumulator", "dk", "dv")
+
+    def run(self, directory: pathlib.Path, **options) -> dict[str, np.ndarray]:
+        """Launches DIRECTORY/KERNEL.ptx and returns its results."""
+        for name in self.results:
+            # The accumulator arrives cleared; everything else must be written.
+            self.operands[name].fill(0 if name == "dq_accumulator" else np.nan)
+        launch_kernel(
+            directory,
+            self.kernel,
+            self.operands,
+            self.symbols,
+            num_sms=self.symbols["num_sms"],
+            threads=1,
+            instruction_limit=self.limit,
+            **options,
+        )
+        return {name: self.operands[name].copy() for name in self.results}
+
+    def judge(self, ptx: str, seeds: int) -> str:
+        """Who notices that ``ptx`` is not the kernel: a check's name, or "" for nobody."""
+        if not self.expected:
+            self.expected = self.run(self.directory, races=True)
+            self.limit = 2_000_000
+        with tempfile.TemporaryDirectory() as name:
+            directory = pathlib.Path(name)
+            (directory / f"{self.kernel}.ptx").write_text(ptx)
+            (directory / f"{self.kernel}.manifest").write_text(self.manifest)
+            for seed in range(seeds + 1):
+                try:
+                    found = self.run(directory, seed=seed, races=True)
+                except EmulatorError as error:
+                    return classify(str(error)) + (f" (seed {seed})" if seed else "")
+                if any(found[key].tobytes() != x.tobytes() for key, x in self.expected.items()):
+                    return "result" + (f" (seed {seed})" if seed else "")
+        return ""
+
+
+_MESSAGES = (
+    ("no proxy fence", "race check, proxy"),
+    ("race:", "race check"),
+    ("deadlock", "deadlock"),
+    ("livelock", "deadlock"),
+    ("instruction limit", "deadlock"),
+    ("never w", "unwritten memory"),
+    ("exit", "exit check"),
+    ("wgmma", "wgmma check"),
+    ("mbarrier", "mbarrier check"),
+)
+
+
+def classify(message: str) -> str:
+    """The check that an emulator's error comes from."""
+    for pattern, check in _MESSAGES:
+        if pattern in message:
+            return check
+    return f"other: {message.splitlines()[0]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="+", metavar="KERNEL")
+    parser.add_argument("--bundle", type=pathlib.Path, default=BUNDLE)
+    parser.add_argument("--seeds", type=int, default=10)
+    options = parser.parse_args()
+    for kernel in options.kernels:
+        workload = Workload(kernel, options.bundle)
+        verdicts = collections.Counter()
+        started = time.monotonic()
+        for mutant in mutants(workload.ptx):
+            verdict = workload.judge(mutant.ptx, options.seeds)
+            verdicts[mutant.kind, verdict or "SURVIVED"] += 1
+            print(
+                f"{mutant.line:5} {mutant.kind:20} {verdict or 'SURVIVED':24} {mutant.text}",
+                flush=True,
+            )
+        print(f"{kernel}: {sum(verdicts.values())} mutants, {time.monotonic() - started:.0f} s")
+        for (kind, verdict), count in sorted(verdicts.items()):
+            print(f"  {kind:20} {verdict:24} {count:3}")
+
+
+if __name__ == "__main__":
+    main()
