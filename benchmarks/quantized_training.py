@@ -89,7 +89,7 @@ def load_example():
 def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
     """Trains every curve from the same seed; returns the losses [steps] of each."""
     functions = attention_functions()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--batch", type=int, default=8)

@@ -37,7 +37,7 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
             found.append(f"{name}: {why}")
     if spec.logits_soft_cap is not None:
         found.append(f"logits_soft_cap={spec.logits_soft_cap}: codes are formed from linear logits")
-    if isinstance(spec.quantization.row_reference, SampledGuard):
+    if isinstance(_config(spec).row_reference, SampledGuard):
         if spec.has_window:
             found.append("is_causal or local_window_size: SampledGuard reorders the keys")
         for name in ("query_seq_lengths", "key_value_seq_lengths"):
@@ -67,7 +67,7 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arra
     for name in ("query", "key", "value"):
         operand = getattr(operands, name)
         if isinstance(operand, Quantized):
-            operand.require(name, *_format_and_axis(spec.quantization, name))
+            operand.require(name, *_format_and_axis(_config(spec), name))
     B, T, S, N, _, _, Hv = operands.sizes
     if 0 in (B, T, S):
         out = jnp.zeros((B, T, N, Hv), operands.query.dtype)
@@ -86,6 +86,7 @@ def quantize_operand(quantization: QuantizationConfig | str, name: str, x: jax.A
         by zeros before.
     """
     config = resolve(quantization)
+    assert config is not None
     if name not in ("query", "key", "value"):
         raise ValueError(f"name must be 'query', 'key' or 'value', got {name!r}")
     format, axis = _format_and_axis(config, name)
@@ -125,6 +126,11 @@ def save_for_backward(
     )
 
 
+def _config(spec) -> QuantizationConfig:
+    assert isinstance(spec.quantization, QuantizationConfig)
+    return spec.quantization
+
+
 def _format_and_axis(config, name):
     if name == "value":
         return config.probability_value, VALUE_AXIS
@@ -147,7 +153,7 @@ def _inputs(spec, operands) -> Inputs:
         x = getattr(operands, name)
         if not isinstance(x, Quantized):
             x = quantized_forward.select_rows(x, live)
-            x = quantize_operand(spec.quantization, name, x)
+            x = quantize_operand(_config(spec), name, x)
         arrays[name] = x
     scale = operands.scale if spec.scale is None else spec.scale
     return Inputs(
@@ -163,7 +169,7 @@ def _inputs(spec, operands) -> Inputs:
 
 def _no_gradient(spec, operands) -> str | None:
     """Why this call has no gradient, or None if it has one."""
-    config = spec.quantization
+    config = _config(spec)
     if config.probability_value is not Format.FP8_E4M3:
         return (
             f"{config.probability_value.value} probabilities and values have no gradient: training "
@@ -180,7 +186,7 @@ def _no_gradient(spec, operands) -> str | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(spec, operands):
     dtype = operands.query.dtype
-    if isinstance(spec.quantization.row_reference, SampledGuard):
+    if isinstance(_config(spec).row_reference, SampledGuard):
         order = sampled_first(operands.value.shape[1])
         key = operands.key
         if isinstance(key, Quantized):
@@ -202,10 +208,11 @@ def _attend_fwd(spec, operands):
 def _attend_bwd(spec, residual, cotangents):
     saved, empty = residual
     g: Gradients = quantized_backward.backward(spec, saved, *cotangents)
-    if spec.quantization.observe_gradients is not None:
+    observe = _config(spec).observe_gradients
+    if observe is not None:
         names = ("dout_zero", "ds_zero", "ds_saturated")
         statistics = {name: getattr(g, name) for name in names}
-        jax.debug.callback(spec.quantization.observe_gradients, statistics)
+        jax.debug.callback(observe, statistics)
     nothing = dataclasses.replace(
         jax.tree.map(lambda x: None, empty),
         query=g.query.astype(empty.query.dtype),

@@ -176,7 +176,8 @@ def backward(spec: AttentionSpec, saved: Saved, dout: jax.Array, dlse: jax.Array
     dvalue = rows(dvalue * (per_head(-e_do)[:, :, 0] * 2.0**-PROBABILITY_LIFT))
     # `s` is in payload units: the tensor scales of query and key are still missing.
     for scales in (inputs.query.tensor_scale, inputs.key.tensor_scale):
-        dscale = dscale * scales.reshape(B, K, -1)[..., None, None]
+        if scales is not None:
+            dscale = dscale * scales.reshape(B, K, -1)[..., None, None]
     dscale = jnp.sum(dscale, axis=(1, 2, 3, 4))
     nonzero = jnp.sum(dout != 0)
     return Gradients(

@@ -227,6 +227,7 @@ def _probabilities(config: QuantizationConfig, z, m):
         p = nvfp4_probabilities(z, m)
         return p, jnp.sum(p, axis=-1)
     guard = config.row_reference
+    assert config.classifier is not None
     shift, lift = (guard.shift, GUARD_LIFT) if isinstance(guard, SampledGuard) else (0, 0)
     p = mx_probabilities(config.classifier, z, m, shift)
     return p.payload_values(), p.row_sum(lift)
@@ -259,6 +260,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
       out float32 [B, T, N, Hv] and lse float32 [B, T, N]; 0 and -inf on fully masked rows.
     """
     config = spec.quantization
+    assert isinstance(config, QuantizationConfig)
     B, T, N, _ = inputs.query.shape
     S, K, Hv = inputs.value.shape[1:]
     live = live_keys(spec, inputs, T, S)
