@@ -81,10 +81,9 @@ def _channel_outliers(rng: np.random.Generator, shape) -> list[np.ndarray]:
 
 
 def _shared_mean(rng: np.random.Generator, shape) -> list[np.ndarray]:
-    """All keys share one large vector, all values another."""
+    """All keys of a head share one vector, three times as large as what tells them apart."""
     q, k, v = _gaussian(rng, shape)
     k += 3 * rng.standard_normal((1, 1, *k.shape[2:]), np.float32)
-    v += rng.standard_normal((1, 1, *v.shape[2:]), np.float32)
     return [q, k, v]
 
 
@@ -221,7 +220,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     )
     axes.set_ylim(0.75, 1.0)
     axes.set_ylabel("cosine to float64 attention")
-    axes.legend(fontsize=7, ncol=3, loc="lower left")
+    axes.legend(fontsize=7, ncol=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
