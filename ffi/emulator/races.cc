@@ -121,12 +121,12 @@ void Races::memory_fence(Warp& w) {
 void Races::proxy_fence(Warp& w) {
   Clock& c = clock(thread(w));
   c.proxy = c.order;
-  c.init = c.order;
+  join_into(c.init, c.order);  // it may know more: relaxed barriers hand on initialisations alone
   ++own(thread(w));
 }
 void Races::init_fence(Warp& w) {
   Clock& c = clock(thread(w));
-  c.init = c.order;
+  join_into(c.init, c.order);
   ++own(thread(w));
 }
 void Races::before_thread_sync(Warp& w) {
