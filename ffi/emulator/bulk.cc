@@ -94,9 +94,9 @@ void require_box(const Agent& agent, const TensorMap& map, const int32_t* coordi
   else for_each_piece(map, coordinates, place, false, require);  // parts outside the tensor need not be written
 }
 
-Agent start_agent(Warp& w, const Instruction& in, Races::Proxy proxy) {
+Agent start_agent(Warp& w, const Instruction& in, int lane, Races::Proxy proxy) {
   Races* races = races_of(w);
-  return {&cluster_of(w), races ? races->start_copy(w, in) : 0, &in, proxy};
+  return {&cluster_of(w), races ? races->start_copy(w, in, 1u << lane) : 0, &in, proxy};
 }
 void note_read(const Agent& agent, const SharedPlace& place, uint32_t bytes) {
   if (Races* races = agent.races()) races->read(agent.number, *place.cta, place.offset, bytes, agent.proxy, agent.in);

@@ -39,8 +39,8 @@ void check_box(Grid& grid, const TensorMap& map, const int32_t* coordinates, boo
 void mark_box(const Agent& agent, const TensorMap& map, const int32_t* coordinates, const SharedPlace& place);
 void require_box(const Agent& agent, const TensorMap& map, const int32_t* coordinates, const SharedPlace& place);
 
-// Events of an operation in flight. An agent starts with all that its issuing warp knows.
-Agent start_agent(Warp& w, const Instruction& in, Races::Proxy proxy = Races::Proxy::kAsync);
+// Events of an operation in flight. An agent starts with all that the issuing lane knows.
+Agent start_agent(Warp& w, const Instruction& in, int lane, Races::Proxy proxy = Races::Proxy::kAsync);
 void note_read(const Agent& agent, const SharedPlace& place, uint32_t bytes);
 void note_write(const Agent& agent, const SharedPlace& place, uint32_t bytes);
 void complete_copy(const Agent& agent, const SharedPlace& barrier, uint32_t bytes);

@@ -126,7 +126,7 @@ void run_bulk(Warp& w, const Instruction& in, uint32_t mask) {
       ++group->reading, ++group->pending;
       group->used = true;
     }
-    Agent agent = start_agent(w, in);
+    Agent agent = start_agent(w, in, lane);
     Cta* cta = w.cta;
     uint16_t bytes = op.has_byte_mask ? static_cast<uint16_t>(row<uint32_t>(w, op.bytes)[lane]) : 0xffff;
     auto read = [=, &cluster, &op] {
@@ -248,7 +248,7 @@ void run_tensor(Warp& w, const Instruction& in, uint32_t mask) {
     uint32_t bytes = map->box_bytes();
     uint32_t shared = static_cast<uint32_t>(lane_address(w, op.shared, op.shared_wide, op.shared_offset, lane));
     if (shared % 128) throw Fault(format("tensor copy with shared address 0x%x, which is not aligned to 128 bytes", shared));
-    Agent agent = start_agent(w, in);
+    Agent agent = start_agent(w, in, lane);
     Cta* cta = w.cta;
     std::vector<std::function<void()>> steps;
     if (op.load) {
@@ -349,7 +349,7 @@ void run_small(Warp& w, const Instruction& in, uint32_t mask) {
     else if (op.used != kNoSlot) used = row<uint32_t>(w, op.used)[lane];
     if (used > op.size || to % op.size || (used && from % op.size)) throw Fault("cp.async: misaligned, or more source than copied bytes");
     SharedPlace place = locate_shared(w, to, op.size, false);
-    Agent agent = start_agent(w, in, Races::Proxy::kGeneric);
+    Agent agent = start_agent(w, in, lane, Races::Proxy::kGeneric);
     // Groups of cp.async are counted apart from bulk groups.
     std::shared_ptr<BulkGroup> group = open_small_group(w, lane);
     ++group->pending;
@@ -412,7 +412,7 @@ void arrive_small(Warp& w, const Instruction& in, uint32_t mask) {
     LaneBulk& bulk = lane_bulk(w, lane);
     std::vector<std::shared_ptr<BulkGroup>> before(bulk.small_committed.begin(), bulk.small_committed.end());
     if (bulk.small_open) before.push_back(bulk.small_open);
-    Agent agent = start_agent(w, in, Races::Proxy::kGeneric);
+    Agent agent = start_agent(w, in, lane, Races::Proxy::kGeneric);
     class Arrival : public Steps {
      public:
       using Steps::Steps;
@@ -487,7 +487,7 @@ void try_cancel(Warp& w, const Instruction& in, uint32_t mask) {
     uint32_t barrier = static_cast<uint32_t>(lane_address(w, op.slots[2], op.wide[2], op.offsets[2], lane));
     uint32_t all = op.multicast ? (1u << cluster.ctas.size()) - 1 : 0;
     std::vector<CopyTarget> targets = copy_targets(w, to, 16, barrier, false, all, op.multicast, 1);
-    Agent agent = start_agent(w, in);
+    Agent agent = start_agent(w, in, lane);
     auto answer = [=, &cluster] {
       Grid& grid = *cluster.grid;
       uint64_t index = grid.next_cluster.fetch_add(1);

@@ -47,7 +47,10 @@ std::string barrier_text(Warp& w, const Wait& wait) {
 }
 
 void barrier_resumed(Warp& w, const Wait& wait) {
-  if (Races* races = races_of(w)) races->acquire(w, races->named(*w.cta, static_cast<uint32_t>(wait.x), wait.y));
+  if (Races* races = races_of(w)) {
+    races->acquire(w, races->named(*w.cta, static_cast<uint32_t>(wait.x), wait.y));
+    races->sync_lanes(w);
+  }
 }
 
 void write_reduction(Warp& w, const Instruction& in, uint32_t mask) {
@@ -109,7 +112,10 @@ void barrier(Warp& w, const Instruction& in, uint32_t mask) {
   else barrier_resumed(w, reason);
 }
 
-void warp_sync(Warp&, const Instruction&, uint32_t) {}  // the machine has brought the lanes together
+// The machine has brought the lanes together.
+void warp_sync(Warp& w, const Instruction&, uint32_t mask) {
+  if (Races* races = races_of(w); races && mask == w.live) races->sync_lanes(w);
+}
 
 void decode_barrier(Decoder& d) {
   if (d.has("warp")) {
@@ -159,7 +165,10 @@ std::string cluster_text(Warp& w, const Wait& wait) {
   return format("barrier.cluster: %d warps have not arrived", missing);
 }
 void cluster_resumed(Warp& w, const Wait& wait) {
-  if (Races* races = races_of(w)) races->acquire(w, races->cluster_phase(wait.x - 1));
+  if (Races* races = races_of(w)) {
+    races->acquire(w, races->cluster_phase(wait.x - 1));
+    races->sync_lanes(w);
+  }
 }
 void cluster_wait(Warp& w, const Instruction&, uint32_t) {
   if (w.cluster_arrivals != w.cluster_waits + 1) throw Fault("barrier.cluster.wait without an arrive");
@@ -219,12 +228,12 @@ void decode_nothing(Decoder& d) { d.in.execute = nothing; }
 
 enum class Fence : uint8_t { kNone, kMemory, kProxy, kInit };
 
-void fence(Warp& w, const Instruction& in, uint32_t) {
+void fence(Warp& w, const Instruction& in, uint32_t mask) {
   Races* races = races_of(w);
   if (!races) return;
   switch (static_cast<Fence>(in.option[0])) {
     case Fence::kMemory: return races->memory_fence(w);
-    case Fence::kProxy: return races->proxy_fence(w);
+    case Fence::kProxy: return races->proxy_fence(w, mask);
     case Fence::kInit: return races->init_fence(w);
     case Fence::kNone: return;
   }

@@ -95,6 +95,7 @@ void load(Warp& w, const Instruction& in, uint32_t mask) {
       }
     }
   });
+  if (races && shared) races->touch(w, mask);
   w.cta->counters.shared_read += shared;
   w.cta->counters.global_read += global;
   if (in.option[1]) w.give_way();  // a load that may be spinning
@@ -121,6 +122,7 @@ void store(Warp& w, const Instruction& in, uint32_t mask) {
       std::memcpy(target.host + i * sizeof(T), &value, sizeof value);
     }
   });
+  if (races && shared) races->touch(w, mask);
   w.cta->counters.shared_written += shared;
   w.cta->counters.global_written += global;
   note_progress(w);
@@ -134,7 +136,10 @@ void load128(Warp& w, const Instruction& in, uint32_t mask) {
     Target target = resolve<kSpace, false>(w, lane, addresses[lane], 16);
     if (target.where == Where::kShared) {
       require_written(target.place, 16);
-      if (Races* races = races_of(w)) note_shared<false>(*races, w, in, target.place, 16);
+      if (Races* races = races_of(w)) {
+        note_shared<false>(*races, w, in, target.place, 16);
+        races->touch(w, 1u << lane);
+      }
     }
     d[lane] = read_host<uint64_t>(target.host);
     d[kLanes + lane] = read_host<uint64_t>(target.host + 8);
@@ -148,7 +153,10 @@ void store128(Warp& w, const Instruction& in, uint32_t mask) {
     Target target = resolve<kSpace, true>(w, lane, addresses[lane], 16);
     if (target.where == Where::kShared) {
       mark_written(target.place, 16);
-      if (Races* races = races_of(w)) note_shared<true>(*races, w, in, target.place, 16);
+      if (Races* races = races_of(w)) {
+        note_shared<true>(*races, w, in, target.place, 16);
+        races->touch(w, 1u << lane);
+      }
     }
     std::memcpy(target.host, &d[lane], 8);
     std::memcpy(target.host + 8, &d[kLanes + lane], 8);
@@ -217,6 +225,7 @@ void matrix_b16(Warp& w, const Instruction& in, uint32_t mask) {
   Addresses addresses(w, in);
   const Slot* slots = &w.program->lists[in.list];
   Races* races = races_of(w);
+  if (races) races->touch(w, mask);
   for (int m = 0; m < in.count; ++m) {
     uint32_t* fragment = row<uint32_t>(w, slots[m]);
     uint16_t matrix[8][8];
@@ -263,6 +272,7 @@ void matrix_b8(Warp& w, const Instruction& in, uint32_t mask) {
   int per_matrix = kLoad ? 2 : 1, matrices = in.count / per_matrix;
   int rows_of_matrix = 16, bytes = kLoad ? 16 : 8;
   Races* races = races_of(w);
+  if (races) races->touch(w, mask);
   for (int m = 0; m < matrices; ++m) {
     uint8_t matrix[16][16];
     SharedPlace places[16];

@@ -121,7 +121,7 @@ void arrive(Warp& w, const Instruction& in, uint32_t mask) {
       races->use_barrier(races->thread(w), *place.cta, place.offset, Races::Proxy::kGeneric, &in);
       Clock& clock = races->barrier_clock(*place.cta, place.offset);
       if (flags & kRelaxed) races->release_relaxed(w, clock);
-      else races->release(w, clock);
+      else races->release(w, clock, mask);
     }
     if (flags & kExpectTx) mbarrier_expect(place, operand);
     mbarrier_arrive(place, flags & kExpectTx ? 1 : operand);

@@ -75,7 +75,7 @@ uint32_t& Races::own(uint32_t agent) {
 uint64_t Races::key(const Cta& cta, uint64_t what) { return static_cast<uint64_t>(cta.rank) << 56 | what; }
 
 // A number is used again only by a warp that knows of all its earlier accesses, else they could pass for ordered.
-uint32_t Races::start_copy(Warp& w, const Instruction& in) {
+uint32_t Races::start_copy(Warp& w, const Instruction& in, uint32_t lanes) {
   const Clock& known = clock(thread(w));
   uint32_t agent = first_copy_;
   while (agent < agents_.size() && at(known.order, agent) < own(agent)) ++agent;
@@ -84,7 +84,7 @@ uint32_t Races::start_copy(Warp& w, const Instruction& in) {
     agents_.emplace_back();
   }
   uint32_t epoch = own(agent) + 1;
-  agents_[agent].clock = known;
+  agents_[agent].clock = passed_on(w, lanes);
   own(agent) = epoch;
   agents_[agent].text = format("the copy that warp %u of rank %u issued at %s", w.index, w.cta->rank, line(&in).c_str());
   ++own(thread(w));
@@ -105,8 +105,30 @@ void Races::advance(uint32_t agent, const View& begin) {
   own(agent) = epoch;
 }
 
-void Races::release(Warp& w, Clock& to) {
-  to.join(clock(thread(w)));
+void Races::touch(Warp& w, uint32_t lanes) {
+  Agent& agent = agents_[thread(w)];
+  agent.touched |= lanes;
+  agent.unfenced |= lanes;
+}
+void Races::sync_lanes(Warp& w) {
+  Agent& agent = agents_[thread(w)];
+  agent.touched = 0;
+  agent.common = own(thread(w))++;
+}
+Clock Races::passed_on(const Warp& w, uint32_t lanes) const {
+  uint32_t number = thread(w);
+  const Agent& agent = agents_[number];
+  Clock result = agent.clock;
+  if (agent.touched & ~lanes) {
+    result.order[number] = agent.common;
+    if (number < result.proxy.size()) result.proxy[number] = std::min(result.proxy[number], agent.common);
+  }
+  return result;
+}
+
+void Races::release(Warp& w, Clock& to, uint32_t lanes) {
+  if (agents_[thread(w)].touched & ~lanes) to.join(passed_on(w, lanes));
+  else to.join(clock(thread(w)));
   ++own(thread(w));
 }
 void Races::release_relaxed(Warp& w, Clock& to) {
@@ -118,11 +140,16 @@ void Races::memory_fence(Warp& w) {
   agents_[thread(w)].fenced = clock(thread(w));
   ++own(thread(w));
 }
-void Races::proxy_fence(Warp& w) {
-  Clock& c = clock(thread(w));
+void Races::proxy_fence(Warp& w, uint32_t lanes) {
+  uint32_t number = thread(w);
+  Agent& agent = agents_[number];
+  Clock& c = agent.clock;
+  uint32_t before = at(c.proxy, number);
   c.proxy = c.order;
   join_into(c.init, c.order);  // it may know more: relaxed barriers hand on initialisations alone
-  ++own(thread(w));
+  agent.unfenced &= ~lanes;
+  if (agent.touched & agent.unfenced) c.proxy[number] = std::max(before, agent.common);  // each lane fences its own accesses
+  ++own(number);
 }
 void Races::init_fence(Warp& w) {
   Clock& c = clock(thread(w));

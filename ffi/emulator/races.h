@@ -43,8 +43,8 @@ class Races {
   uint32_t pipe(const Warp& w) const { return thread(w) + 3; }
   uint32_t wgmma(const Warp& leader) const { return thread(leader) + 4; }
   Clock& clock(uint32_t agent) { return agents_[agent].clock; }
-  // An agent for a copy; it knows what its issuing warp knows.
-  uint32_t start_copy(Warp& w, const Instruction& in);
+  // An agent for a copy; it knows what the issuing lane knows.
+  uint32_t start_copy(Warp& w, const Instruction& in, uint32_t lanes);
   // What an asynchronous instruction may rely on when it is issued. `tensor`: in tensor memory, if tcgen05.fence matters.
   struct View {
     Clock clock, tensor;
@@ -53,12 +53,17 @@ class Races {
   // A new epoch of a stream, which from now on knows `begin` too.
   void advance(uint32_t agent, const View& begin);
 
+  // ---- lanes. They run together here, but what some did in shared memory the others can pass on only after bar.warp.sync
+  // or a CTA barrier. (That one lane's wait is the others' too is taken for granted.)
+  void touch(Warp& w, uint32_t lanes);  // they have accessed shared memory
+  void sync_lanes(Warp& w);
+
   // ---- hand-over
-  void release(Warp& w, Clock& to);          // and the warp's next accesses are not covered
+  void release(Warp& w, Clock& to, uint32_t lanes = ~0u);  // and the warp's next accesses are not covered
   void release_relaxed(Warp& w, Clock& to);  // what earlier fences have released, and mbarrier initialisations
   void acquire(Warp& w, const Clock& from) { clock(thread(w)).join(from); }
   void memory_fence(Warp& w);
-  void proxy_fence(Warp& w);
+  void proxy_fence(Warp& w, uint32_t lanes);
   void init_fence(Warp& w);
   void before_thread_sync(Warp& w);
   void after_thread_sync(Warp& w);
@@ -112,6 +117,9 @@ class Races {
     Clock clock;
     Clock tensor;      // what it knows of tensor memory, when tcgen05.fence matters
     Clock fenced;      // of a warp: as of its last fence.acq_rel or fence.sc
+    uint32_t touched = 0;     // of a warp: lanes with accesses since the lanes last synchronised,
+    uint32_t unfenced = 0;    // and since their last proxy fence
+    uint32_t common = 0;      // its epoch when the lanes last synchronised
     std::string text;  // of a copy or stream: what it is
   };
   struct Memory {
@@ -122,6 +130,7 @@ class Races {
 
   static uint32_t at(const std::vector<uint32_t>& clock, uint32_t agent) { return agent < clock.size() ? clock[agent] : 0; }
   uint32_t& own(uint32_t agent);
+  Clock passed_on(const Warp& w, uint32_t lanes) const;  // by these lanes
   // Who accesses, and the clock that counts for this kind of memory.
   struct Actor {
     Access now;
