@@ -16,6 +16,9 @@ from fa4_jax import quantize as qz
 from fa4_jax.quantize import Format, elements
 from fa4_jax.quantize.containers import SCALE_MULTIPLIERS
 
+quantize = jax.jit(
+    qz.quantize, static_argnums=1, static_argnames=("axis", "per_head_scale", "least_squares")
+)
 PROPERTY = hypothesis.settings(max_examples=40, deadline=None)
 
 
@@ -147,7 +150,7 @@ def test_nvfp4_bytes(seed):
     x = varying((3, 5, 64), seed, orders=6)
     x[0, 0, :16] = 0
     codes, scale = reference_nvfp4(x)
-    packed = qz.quantize(jnp.asarray(x), "nvfp4")
+    packed = quantize(jnp.asarray(x), "nvfp4")
     np.testing.assert_array_equal(elements.unpack_nibbles(packed.payload), codes)
     np.testing.assert_array_equal(np.asarray(packed.scales).view(np.uint8), scale.view(np.uint8))
 
@@ -158,7 +161,7 @@ def test_mxfp4_bytes(six, seed):
     x = varying((3, 5, 96), seed, orders=100, block=32)
     x[0, 0, :32] = 0
     codes, byte = reference_mxfp4(x, six)
-    packed = qz.quantize(jnp.asarray(x), Format.MXFP4_SIX if six else Format.MXFP4_OCP)
+    packed = quantize(jnp.asarray(x), Format.MXFP4_SIX if six else Format.MXFP4_OCP)
     np.testing.assert_array_equal(np.asarray(packed.scales).view(np.uint8), byte)
     # x * 6 is rounded once before the code is: a tie of codes can fall either way.
     different = np.asarray(elements.unpack_nibbles(packed.payload)) != codes
@@ -167,7 +170,7 @@ def test_mxfp4_bytes(six, seed):
 
 def test_the_two_mxfp4_conventions_differ():
     x = jnp.zeros(32).at[:4].set(jnp.array([1.0, 0.5, -0.25, 0.125]))
-    ocp, six = qz.quantize(x, "mxfp4_ocp"), qz.quantize(x, "mxfp4_six")
+    ocp, six = quantize(x, "mxfp4_ocp"), quantize(x, "mxfp4_six")
     # OCP: 2**(0 - 2), so 1 is code 4. Six: amplitude 1, so 1 is code 6.
     assert np.asarray(ocp.scales).view(np.uint8)[0] == 125
     assert np.asarray(six.scales).view(np.uint8)[0] == 127
@@ -186,7 +189,7 @@ arrays = st.sampled_from([1, 33, 70]).flatmap(
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("per_head_scale", "least_squares"))
 def quantize_and_back(x, format, **options):
-    packed = qz.quantize(x, format, **options)
+    packed = quantize(x, format, **options)
     return packed, packed.dequantize()
 
 
@@ -238,19 +241,19 @@ def test_powers_of_two_commute(e, format, least_squares, seed):
 def test_per_head_scale_reaches_every_amplitude(format):
     x = np.random.default_rng(0).standard_normal((2, 33, 3, 32)).astype(np.float32)
     heads = np.float32(2.0) ** np.array([[-90, 0, 80], [60, -70, 3]])
-    packed = qz.quantize(jnp.asarray(x * heads[:, None, :, None]), format, per_head_scale=True)
+    packed = quantize(jnp.asarray(x * heads[:, None, :, None]), format, per_head_scale=True)
     back = np.asarray(packed.dequantize()) / heads[:, None, :, None]
     assert np.linalg.norm(back - x) < 0.25 * np.linalg.norm(x)
     np.testing.assert_array_equal(np.frexp(packed.tensor_scale)[0], 0.5)  # powers of two
-    zero = qz.quantize(jnp.zeros((1, 4, 2, 16)), format, per_head_scale=True)
+    zero = quantize(jnp.zeros((1, 4, 2, 16)), format, per_head_scale=True)
     np.testing.assert_array_equal(zero.tensor_scale, 1)
 
 
 def test_value_is_packed_along_keys():
     """[B, S, K, H] along its keys is [B, K, H, S/2]: as the transposed array along its last."""
     v = varying((2, 3, 8, 70), block=32).transpose(0, 3, 1, 2)  # [B=2, S=70, K=3, H=8]
-    packed = qz.quantize(jnp.asarray(v), "mxfp4_six", axis=1)
-    other = qz.quantize(jnp.asarray(v.transpose(0, 2, 3, 1)), "mxfp4_six")
+    packed = quantize(jnp.asarray(v), "mxfp4_six", axis=1)
+    other = quantize(jnp.asarray(v.transpose(0, 2, 3, 1)), "mxfp4_six")
     assert packed.payload.shape == (2, 3, 8, 96 // 2)
     assert packed.scales.shape == (2, 3, 8, 3)
     assert packed.shape == v.shape
@@ -260,7 +263,7 @@ def test_value_is_packed_along_keys():
 
 def test_folded_scales():
     x = varying((2, 3, 256), orders=3)
-    packed = qz.quantize(jnp.asarray(x), "nvfp4_folded")
+    packed = quantize(jnp.asarray(x), "nvfp4_folded")
     scales = np.asarray(packed.scales).astype(np.float32).reshape(2, 3, 2, 2, 4)
     np.testing.assert_array_equal(scales[..., 0, :], scales[..., 1, :])
     blocks = x.reshape(2, 3, 2, 2, 4, 16)
@@ -276,7 +279,7 @@ def test_folded_scales():
 
 def test_folding_pads_narrow_heads():
     x = varying((3, 80), orders=2)
-    packed = qz.quantize(jnp.asarray(x), "nvfp4_folded")
+    packed = quantize(jnp.asarray(x), "nvfp4_folded")
     assert packed.payload.shape == (3, 64)
     assert packed.shape == (3, 80)
     assert np.linalg.norm(packed.dequantize() - x) < 0.15 * np.linalg.norm(x)
@@ -285,8 +288,8 @@ def test_folding_pads_narrow_heads():
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4_six"])
 def test_least_squares_is_no_worse(format):
     x = varying((4, 8, 128), 3, orders=4, block=32)
-    plain = qz.quantize(jnp.asarray(x), format)
-    chosen = qz.quantize(jnp.asarray(x), format, least_squares=True)
+    plain = quantize(jnp.asarray(x), format)
+    chosen = quantize(jnp.asarray(x), format, least_squares=True)
 
     def error(packed):
         difference = (np.asarray(packed.dequantize()) - x).reshape(4, 8, -1, 32)
@@ -301,7 +304,7 @@ def test_least_squares_is_no_worse(format):
 def test_faults_stay_in_their_block(format, bad):
     x = varying((2, 256), orders=2)
     x[1, 37] = bad
-    back = np.asarray(qz.quantize(jnp.asarray(x), format).dequantize())
+    back = np.asarray(quantize(jnp.asarray(x), format).dequantize())
     assert np.isnan(back[1, 37])
     block = {None: [37], 16: range(32, 48), 32: range(32, 64)}[format.block]
     if format is Format.NVFP4_FOLDED:
@@ -315,7 +318,7 @@ def test_faults_stay_in_their_block(format, bad):
 
 def test_container_is_a_pytree():
     x = jnp.asarray(varying((2, 40, 3, 64), block=32), jnp.bfloat16)
-    packed = qz.quantize(x, "mxfp4_six", axis=1, per_head_scale=True)
+    packed = quantize(x, "mxfp4_six", axis=1, per_head_scale=True)
     leaves, tree = jax.tree.flatten(packed)
     assert len(leaves) == 3
     again = jax.jit(lambda p: p)(jax.tree.unflatten(tree, leaves))
@@ -325,12 +328,12 @@ def test_container_is_a_pytree():
     one = jax.vmap(lambda p: p.dequantize_unscaled())(packed)
     np.testing.assert_array_equal(one, packed.dequantize_unscaled())
     assert packed.nbytes == 2 * 3 * 64 * (32 + 2) + 4 * 2 * 3
-    shapes = jax.eval_shape(lambda x: qz.quantize(x, "mxfp4_six", axis=1), x)
+    shapes = jax.eval_shape(lambda x: quantize(x, "mxfp4_six", axis=1), x)
     assert shapes.shape == x.shape
 
 
 def test_container_prints_itself():
-    packed = qz.quantize(jnp.zeros((1, 64, 2, 32), jnp.bfloat16), "nvfp4", per_head_scale=True)
+    packed = quantize(jnp.zeros((1, 64, 2, 32), jnp.bfloat16), "nvfp4", per_head_scale=True)
     assert repr(packed) == (
         "Quantized[nvfp4](bfloat16[1, 64, 2, 32] along axis -1: payload uint8[1, 64, 2, 16], "
         "scales float8_e4m3fn[1, 64, 2, 2], tensor_scale float32[1, 2])"
@@ -339,10 +342,10 @@ def test_container_prints_itself():
 
 
 def test_container_refuses_by_name():
-    packed = qz.quantize(jnp.zeros((1, 64, 2, 32)), "mxfp4_ocp", axis=1)
+    packed = quantize(jnp.zeros((1, 64, 2, 32)), "mxfp4_ocp", axis=1)
     with pytest.raises(ValueError, match="value is quantised as mxfp4_ocp, but mxfp4_six"):
         packed.require("value", Format.MXFP4_SIX, -3)
-    along_head = qz.quantize(jnp.zeros((1, 64, 2, 32)), "mxfp4_six", axis=-1)
+    along_head = quantize(jnp.zeros((1, 64, 2, 32)), "mxfp4_six", axis=-1)
     with pytest.raises(ValueError, match=r"value.*blocked along axis -1.*axis -3 are needed"):
         along_head.require("value", Format.MXFP4_SIX, -3)
 
