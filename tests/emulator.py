@@ -202,6 +202,14 @@ class Emulator:
             raise EmulatorError(self._library.emulator_error().decode())
         self.entries = self._library.emulator_entries(self._module).decode().split()
 
+    def parameter_sizes(self, entry: str) -> list[int]:
+        """Bytes of each parameter of a kernel."""
+        name = entry.encode()
+        count = self._library.emulator_parameter_count(self._module, name)
+        if count < 0:
+            raise EmulatorError(self._library.emulator_error().decode())
+        return [self._library.emulator_parameter_size(self._module, name, i) for i in range(count)]
+
     def __del__(self):
         if getattr(self, "_module", None):
             self._library.emulator_unload(self._module)
@@ -240,15 +248,13 @@ class Emulator:
         if entry is None:
             (entry,) = self.entries
         name = entry.encode()
-        count = self._library.emulator_parameter_count(self._module, name)
-        if count < 0:
-            raise EmulatorError(self._library.emulator_error().decode())
+        sizes = self.parameter_sizes(entry)
+        count = len(sizes)
         if count != len(params):
             raise ValueError(f"{entry} has {count} parameters, not {len(params)}")
         arrays = list(buffers)
         storage = []
-        for i, param in enumerate(params):
-            size = self._library.emulator_parameter_size(self._module, name, i)
+        for i, (param, size) in enumerate(zip(params, sizes, strict=True)):
             if isinstance(param, TensorMap):
                 arrays.append(param.array)
                 raw = param.encode(self._library)
