@@ -156,7 +156,11 @@ void start_engines(Cta& cta) {
   if (cta.cluster->grid->program->uses_tensor_memory) cta.tensor = std::make_shared<TensorCore>(cta);
 }
 
-void check_cta_exit(Cta& cta) {
+void check_cta_exit(Warp& last) {
+  Cta& cta = *last.cta;
+  if (Races* races = races_of(last); races && cta.cluster->grid->request->options.strict_exit) {
+    races->exit(last, &last.program->code[last.pc ? last.pc - 1 : 0]);
+  }
   if (cta.tensor && !cta.tensor->allocations.empty()) {
     const TensorCore::Allocation& a = cta.tensor->allocations[0];
     throw Fault(format("the CTA exits without having freed tensor memory columns %u..%u", a.column, a.column + a.columns - 1));

@@ -61,7 +61,7 @@ class WarpgroupQueue {
 
 void start_engines(Cta& cta);
 void check_warp_exit(Warp& w);   // nothing of the warp may still be in flight
-void check_cta_exit(Cta& cta);
+void check_cta_exit(Warp& last);  // of the CTA
 void finish_cluster(Cluster& cluster);  // runs what is left in flight
 
 // TensorCore is defined in tensor_core.h.

@@ -221,6 +221,34 @@ void decode_bulk(Decoder& d) {
   d.in.execute = run_bulk;
 }
 
+// st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.vec}.type [address], value, [mbarrier]: a store into a CTA of the
+// cluster that its mbarrier counts.
+void run_store_async(Warp& w, const Instruction& in, uint32_t mask) {
+  const Bulk& op = *static_cast<const Bulk*>(in.extra);
+  for_lanes(mask, [&](int lane) {
+    uint32_t size = in.size * in.count;
+    uint64_t to = lane_address(w, op.slots[0], op.wide[0], op.offsets[0], lane);
+    if (to % size) throw Fault(format("misaligned st.async at 0x%llx", static_cast<unsigned long long>(to)));
+    uint32_t barrier = static_cast<uint32_t>(lane_address(w, op.slots[2], op.wide[2], op.offsets[2], lane));
+    std::vector<CopyTarget> targets = copy_targets(w, static_cast<uint32_t>(to), size, barrier, true, 0, false, 1);
+    auto bytes = std::make_shared<std::vector<uint8_t>>(size);
+    for (int i = 0; i < in.count; ++i) {
+      Slot slot = w.program->lists[in.list + i];
+      uint64_t value = in.size == 8 ? row<uint64_t>(w, slot)[lane] : row<uint32_t>(w, slot)[lane];
+      std::memcpy(bytes->data() + i * in.size, &value, in.size);
+    }
+    Agent agent = start_agent(w, in, lane);
+    CopyTarget target = targets[0];
+    auto write = [=] {
+      mark_written(target.place, size);
+      note_write(agent, target.place, size);
+      std::memcpy(target.place.host(), bytes->data(), size);
+    };
+    auto signal = [=] { complete_copy(agent, target.barrier, size); };
+    cluster_of(w).submit(std::make_unique<Steps>(issue_text(w, in), std::vector<std::function<void()>>{write, signal}));
+  });
+}
+
 // ---- tensor copies -------------------------------------------------------------------------------------------------------------
 
 struct TensorCopy {
@@ -552,6 +580,19 @@ void decode_launch_control(Decoder& d) {
 }
 
 }  // namespace
+
+void decode_store_async(Decoder& d) {
+  d.allow({"async", "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", "b32", "u32", "s32", "f32", "b64", "u64",
+           "s64", "f64"});
+  Bulk op;
+  op.wide[0] = d.address(d.operand(0), &op.slots[0], &op.offsets[0]);
+  op.wide[2] = d.address(d.operand(2), &op.slots[2], &op.offsets[2]);
+  int bits = type_bits(d.last_part());
+  d.sources(d.operand(1), bits);
+  d.in.size = static_cast<uint8_t>(bits / 8);
+  d.in.extra = d.keep(op);
+  d.in.execute = run_store_async;
+}
 
 void register_bulk(Families& f) {
   f["cp"] = decode_cp;

@@ -178,6 +178,7 @@ Execute choose(bool is_load, int bytes, bool is_signed) {
 
 // ld{.sem}{.scope}{.space}{.cache}{.vec}.type d, [a]{, policy}
 void decode_transfer(Decoder& d) {
+  if (d.has("async")) return decode_store_async(d);
   bool is_load = d.part(0) != "st";
   d.allow({"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "global", "shared",
            "shared::cta", "shared::cluster", "local", "param", "param::entry", "const", "ca", "cg", "cs", "lu", "cv", "wb", "wt",
@@ -262,50 +263,47 @@ void matrix_b16(Warp& w, const Instruction& in, uint32_t mask) {
   if (!kLoad) note_progress(w);
 }
 
-// ldmatrix .m16n16.trans.b8 (two registers for each matrix) and stmatrix .m16n8.trans.b8 (one). The row of the stored matrix
-// becomes the column of the fragment: lane t holds, for load register i of a matrix, rows 4(t%4)..+3 of column t/4 + 8i.
+// ldmatrix .m16n16.trans.b8: 16 rows of 16 bytes, row r of matrix m from lane 16m + r, two registers for each matrix; byte
+// v + 2w of register i of lane t is row 4(t%4) + 2i + v, column t/4 + 8w. stmatrix .m16n8.trans.b8: 8 rows of 16 bytes from
+// lanes 8m + r, one register; byte v + 2w of lane t is row 2(t%4) + v, column t/4 + 8w.
 template <bool kLoad>
 void matrix_b8(Warp& w, const Instruction& in, uint32_t mask) {
   if (mask != kFullMask) throw Fault("a matrix fragment needs all 32 lanes");
   Addresses addresses(w, in);
   const Slot* slots = &w.program->lists[in.list];
-  int per_matrix = kLoad ? 2 : 1, matrices = in.count / per_matrix;
-  int rows_of_matrix = 16, bytes = kLoad ? 16 : 8;
+  constexpr int kRegisters = kLoad ? 2 : 1, kRows = kLoad ? 16 : 8;
   Races* races = races_of(w);
-  if (races) races->touch(w, mask);
-  for (int m = 0; m < matrices; ++m) {
+  for (int m = 0; m < in.count / kRegisters; ++m) {
     uint8_t matrix[16][16];
-    SharedPlace places[16];
-    for (int r = 0; r < rows_of_matrix; ++r) {
-      int lane = kLoad ? 16 * m + r : 8 * m + r / 2;  // stmatrix: an address covers the two 8-byte halves of 16 bytes
-      uint64_t address = addresses[lane % kLanes] + (kLoad ? 0 : 8 * (r % 2));
-      places[r] = resolve<Space::kGeneric, !kLoad>(w, lane, in.option[5] ? address : address | kSharedWindow, bytes).place;
-      if (kLoad) {
-        require_written(places[r], 16);
-        if (races) races->read(races->thread(w), *places[r].cta, places[r].offset, 16, Races::Proxy::kGeneric, &in);
-        std::memcpy(matrix[r], places[r].host(), 16);
-      }
+    SharedPlace rows[16];
+    for (int r = 0; r < kRows; ++r) {
+      uint64_t address = addresses[kRows * m + r];
+      rows[r] = resolve<Space::kGeneric, !kLoad>(w, kRows * m + r, in.option[5] ? address : address | kSharedWindow, 16).place;
+      if (!kLoad) continue;
+      require_written(rows[r], 16);
+      if (races) races->read(races->thread(w), *rows[r].cta, rows[r].offset, 16, Races::Proxy::kGeneric, &in);
+      std::memcpy(matrix[r], rows[r].host(), 16);
     }
-    for (int i = 0; i < per_matrix; ++i) {
-      uint32_t* fragment = row<uint32_t>(w, slots[m * per_matrix + i]);
+    for (int i = 0; i < kRegisters; ++i) {
+      uint32_t* fragment = row<uint32_t>(w, slots[m * kRegisters + i]);
       for (int t = 0; t < kLanes; ++t) {
         uint32_t value = 0;
         for (int byte = 0; byte < 4; ++byte) {
-          uint8_t* cell = &matrix[4 * (t % 4) + byte][t / 4 + 8 * i];
-          if (kLoad) value |= uint32_t{*cell} << (8 * byte);
-          else *cell = static_cast<uint8_t>(fragment[t] >> (8 * byte));
+          int from = (kLoad ? 4 * (t % 4) + 2 * i : 2 * (t % 4)) + byte % 2;
+          uint8_t& cell = matrix[from][t / 4 + 8 * (byte / 2)];
+          if (kLoad) value |= uint32_t{cell} << (8 * byte);
+          else cell = static_cast<uint8_t>(fragment[t] >> (8 * byte));
         }
         if (kLoad) fragment[t] = value;
       }
     }
-    if (!kLoad) {
-      for (int r = 0; r < rows_of_matrix; ++r) {
-        mark_written(places[r], 8);
-        if (races) races->write(races->thread(w), *places[r].cta, places[r].offset, 8, Races::Proxy::kGeneric, &in);
-        std::memcpy(places[r].host(), matrix[r], 8);
-      }
+    for (int r = 0; !kLoad && r < kRows; ++r) {
+      mark_written(rows[r], 16);
+      if (races) races->write(races->thread(w), *rows[r].cta, rows[r].offset, 16, Races::Proxy::kGeneric, &in);
+      std::memcpy(rows[r].host(), matrix[r], 16);
     }
   }
+  (kLoad ? w.cta->counters.shared_read : w.cta->counters.shared_written) += 16u * kRows * (in.count / kRegisters);
   if (!kLoad) note_progress(w);
 }
 

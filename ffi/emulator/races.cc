@@ -179,8 +179,9 @@ std::string Races::describe(uint32_t agent) const { return agents_[agent].text; 
 
 void Races::report(const Actor& actor, const Access& before, bool writes, bool wrote, bool fence_missing, uint32_t address) const {
   std::string place = format("%s 0x%x of rank %u", actor.space, address, actor.rank);
-  throw Fault(format("race: %s %s %s, which %s %s before\n  now:    %s\n  before: %s\n  %s", describe(actor.now.agent).c_str(),
-                     writes ? "writes" : "reads", place.c_str(), describe(before.agent).c_str(), wrote ? "wrote" : "read",
+  throw Fault(format("race: %s %s %s, which %s %s before\n  now:    %s\n  before: %s\n  %s",
+                     actor.exits ? "the CTA exits and gives away" : describe(actor.now.agent).c_str(),
+                     actor.exits ? "" : writes ? "writes" : "reads", place.c_str(), describe(before.agent).c_str(), wrote ? "wrote" : "read",
                      line(actor.now.in).c_str(), line(before.in).c_str(),
                      fence_missing ? "The two are ordered, but no proxy fence lies between the generic write and the asynchronous access."
                                    : "Nothing orders the two."));
@@ -303,6 +304,21 @@ void Races::read_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int colum
 }
 void Races::write_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in) {
   access_tensor<true>(agent, cta, lane, lanes, column, columns, in);
+}
+
+void Races::exit(Warp& w, const Instruction* in) {
+  Cta& cta = *w.cta;
+  Clock known;
+  for (const Warp& other : cta.warps) known.join(clock(thread(other)));
+  const Actor actor{{thread(w), known.order[thread(w)], in, Proxy::kGeneric}, known, "shared memory", cta.rank, true};
+  std::vector<Chunk>& chunks = memories_[cta.rank].shared;
+  for (uint32_t i = 0; i < chunks.size(); ++i) {
+    if (!chunks[i].parts) {
+      check_write(actor, chunks[i].whole, 16 * i);
+    } else {
+      for (uint32_t part = 0; part < 4; ++part) check_write(actor, chunks[i].parts[part], 16 * i + 4 * part);
+    }
+  }
 }
 
 void Races::init_barrier(Warp& w, Cta& cta, uint32_t offset, const Instruction* in) {

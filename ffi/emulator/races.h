@@ -78,6 +78,8 @@ class Races {
   void read_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in);
   void write_tensor(uint32_t agent, Cta& cta, int lane, int lanes, int column, int columns, const Instruction* in);
   // mbarriers: their initialisation must be known to who uses them.
+  // The CTA ends and its shared memory is given away: everything in it must have happened before. `w`: the last warp.
+  void exit(Warp& w, const Instruction* in);
   void init_barrier(Warp& w, Cta& cta, uint32_t offset, const Instruction* in);
   void use_barrier(uint32_t agent, Cta& cta, uint32_t offset, Proxy proxy, const Instruction* in);
 
@@ -137,6 +139,7 @@ class Races {
     const Clock& clock;
     const char* space;
     uint32_t rank;
+    bool exits = false;
   };
   bool knows(const Actor& actor, const Access& access, bool* fence_missing) const;
   void check_read(const Actor& actor, Cell& cell, uint32_t address);

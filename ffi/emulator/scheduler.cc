@@ -357,7 +357,7 @@ void retire(Warp& w) {
   check_warp_exit(w);
   for (uint32_t id = 0; id < 16; ++id) if (cta.barriers[id].in_use) finish_barrier(cta, id);
   finish_cluster_barrier(*cta.cluster);
-  if (cta.live_warps == 0) check_cta_exit(cta);
+  if (cta.live_warps == 0) check_cta_exit(w);
 }
 
 // One turn of a warp; true if it ran at all.
