@@ -816,3 +816,88 @@ def test_schedules_find_a_missing_wait(seed):
             messages.add(str(error))
     assert len(messages) == 1
     assert messages == {""} or "which nothing has written" in messages.pop()
+
+
+def test_an_exit_gives_shared_memory_away():
+    """A copy that lands after the CTA has ended would hit the next one."""
+    array = np.arange(256, dtype=np.uint32)
+    body = (
+        INIT.format(count=1)
+        + """
+  add.u32 %r3, %base, 1024;
+  mov.b32 %r2, 0;
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%base], 1024;
+  @%p1 cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd0, {%r2}], [%base];"""
+    )
+    with pytest.raises(EmulatorError, match="the CTA exits and gives away"):
+        launch(body, TensorMap(array, (256,)), params="m", races=True)
+    launch(body + wait("W", "%base"), TensorMap(array, (256,)), params="m", races=True)
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+def test_asynchronous_stores(seed):
+    out = np.zeros((2, 32, 2), np.uint32)
+    body = (
+        INIT.format(count=1)
+        + """
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+  mov.u32 %r1, %cluster_ctarank;
+  xor.b32 %r2, %r1, 1;
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%base], 256;
+  mad.lo.u32 %r3, %t, 8, %base;
+  mapa.shared::cluster.u32 %r4, %r3, %r2;
+  mapa.shared::cluster.u32 %r5, %base, %r2;
+  mad.lo.u32 %r6, %r1, 100, %t;
+  st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%r4+1024], {%t, %r6}, [%r5];
+"""
+        + wait("W", "%base")
+        + """
+  ld.shared.v2.u32 {%r7, %r8}, [%r3+1024];
+  mad.lo.u32 %r9, %r1, 32, %t;
+  mad.wide.u32 %rd1, %r9, 8, %rd0;
+  st.global.v2.u32 [%rd1], {%r7, %r8};
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;"""
+    )
+    launch(body, out, params="p", cluster=2, seed=seed, races=True)
+    lane = np.arange(32)
+    want = np.stack([np.stack([lane, lane + 100 * (1 - rank)], -1) for rank in range(2)])
+    np.testing.assert_array_equal(out, want)
+
+
+def test_eight_bit_fragments_round_trip():
+    # stmatrix then ldmatrix of 8-bit elements; the layouts are those of CUTLASS's copy traits.
+    source = np.arange(64, dtype=np.uint32) * 0x01030507
+    stored = np.zeros(64, np.uint32)
+    loaded = np.zeros(64, np.uint32)
+    body = """
+  mad.wide.u32 %rd3, %t, 8, %rd0;
+  ld.global.v2.u32 {%r1, %r2}, [%rd3];
+  and.b32 %r9, %t, 15;
+  mad.lo.u32 %r5, %r9, 16, %base;
+  stmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r5], {%r1, %r2};
+  bar.warp.sync -1;
+  ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r3, %r4}, [%r5];
+  mad.lo.u32 %r6, %t, 8, %base;
+  ld.shared.v2.u32 {%r7, %r8}, [%r6];
+  mad.wide.u32 %rd3, %t, 8, %rd1;
+  st.global.v2.u32 [%rd3], {%r7, %r8};
+  mad.wide.u32 %rd3, %t, 8, %rd2;
+  st.global.v2.u32 [%rd3], {%r3, %r4};"""
+    launch(body, source, stored, loaded, params="ppp", races=True)
+    values = source.view(np.uint8).reshape(32, 2, 4)
+    memory = np.zeros((16, 16), np.uint8)
+    fragment = np.zeros((32, 2, 4), np.uint8)
+    for thread in range(32):
+        for register in range(2):
+            for byte in range(4):
+                row = 8 * register + 2 * (thread % 4) + byte % 2
+                memory[row, thread // 4 + 8 * (byte // 2)] = values[thread, register, byte]
+    for thread in range(32):
+        for register in range(2):
+            for byte in range(4):
+                row = 4 * (thread % 4) + 2 * register + byte % 2
+                fragment[thread, register, byte] = memory[row, thread // 4 + 8 * (byte // 2)]
+    np.testing.assert_array_equal(stored.view(np.uint8).reshape(16, 16), memory)
+    np.testing.assert_array_equal(loaded.view(np.uint8).reshape(32, 2, 4), fragment)
