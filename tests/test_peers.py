@@ -1,0 +1,140 @@
+"""Kernels of other projects, unmodified, on the emulator: see peers/capture.py.
+
+FA4_JAX_PEERS_PYTHON: a Python with flash-attn-4, nvidia-cutlass-dsl[cu13] and torch (a build for the CPU
+does); this one if unset.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.peers, pytest.mark.emulator, pytest.mark.slow]
+
+_HERE = pathlib.Path(__file__).resolve().parent / "peers"
+_PYTHON = os.environ.get("FA4_JAX_PEERS_PYTHON", sys.executable)
+
+
+def _require(*packages: str) -> None:
+    """Skips where the Python lacks one of these modules."""
+    find = (
+        "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])"
+    )
+    command = [_PYTHON, "-c", find, *packages]
+    missing = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    if missing:
+        pytest.skip(f"{_PYTHON} has no {', '.join(missing)}; set FA4_JAX_PEERS_PYTHON")
+
+
+class _Server:
+    """A script of peers/, which answers requests one by one."""
+
+    def __init__(self, script: str, arguments: list[str], log: pathlib.Path):
+        self.log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [_PYTHON, str(_HERE / script), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def ask(self, request: dict) -> dict:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the program ended:\n{self.log.read_text()[-3000:]}"
+        reply = json.loads(line)
+        assert "error" not in reply, reply["error"]
+        return reply
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """serve(script, *arguments): a server that lives as long as this module, with a folder of its own."""
+    servers: dict[tuple[str, ...], _Server] = {}
+
+    def get(script: str, *arguments: str) -> _Server:
+        key = script, *arguments
+        if key not in servers:
+            folder = tmp_path_factory.mktemp("peers")
+            servers[key] = _Server(script, [*arguments, str(folder)], folder / "log")
+        return servers[key]
+
+    yield get
+    for server in servers.values():
+        server.close()
+
+
+_DEFAULTS = {
+    "batch": 1,
+    "query_length": 256,
+    "key_length": 256,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "causal": False,
+    "window": [None, None],
+    "deterministic": False,
+    "backward": False,
+}
+_RUNS = [{}, {"races": True}, {"seed": 1}, {"seed": 2, "races": True}]
+_LONG = {"query_length": 384, "key_length": 512}
+
+_CASES = {
+    "sm_100a-h128-full": {**_LONG, "backward": True},
+    "sm_100a-h128-causal": {
+        "causal": True,
+        "query_length": 512,
+        "key_length": 512,
+        "backward": True,
+    },
+    "sm_100a-h128-full-deterministic": {**_LONG, "backward": True, "deterministic": True},
+    "sm_100a-h128-causal-deterministic": {"causal": True, "backward": True, "deterministic": True},
+    "sm_100a-h64-full": {**_LONG, "head_dim": 64, "backward": True},
+    "sm_100a-h64-causal": {"causal": True, "head_dim": 64, "backward": True},
+    "sm_100a-h128-grouped": {"num_heads": 4, "causal": True, "backward": True},
+    "sm_100a-h128-window": {**_LONG, "window": [100, 30], "backward": True},
+    "sm_103a-h128-full": _LONG,
+    "sm_103a-h128-causal": {"causal": True, "query_length": 512, "key_length": 512},
+    "sm_90a-h128-full": {**_LONG, "backward": True},
+    "sm_90a-h128-causal": {
+        "causal": True,
+        "query_length": 512,
+        "key_length": 512,
+        "backward": True,
+    },
+    "sm_90a-h64-grouped": {"num_heads": 4, "head_dim": 64, "backward": True},
+    "sm_90a-h128-window": {**_LONG, "window": [100, 30], "backward": True},
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_flash_attention_4(case, serve):
+    """Within twice the error of a 16-bit computation, under every schedule, and without a race."""
+    _require("flash_attn.cute", "cutlass", "torch", "triton")
+    request = {**_DEFAULTS, **_CASES[case], "runs": _RUNS}
+    runs = serve("attention.py", case.partition("-")[0]).ask(request)["runs"]
+
+    num_kernels = 1 + 3 * request["backward"]
+    for run, options in zip(runs, _RUNS, strict=True):
+        assert len(run["launches"]) >= num_kernels
+        for name, error in run["errors"].items():
+            assert error <= run["bounds"][name], f"{name} of {options}: {error}"
+    # What is summed in a fixed order has the same bits under every schedule. Only dq is added up in memory, and
+    # dk and dv where several query heads share one key head.
+    fixed = ["out"]
+    if request["backward"]:
+        grouped = request["num_heads"] != request["num_kv_heads"]
+        fixed += [] if grouped and not request["deterministic"] else ["dk", "dv"]
+        fixed += ["dq"] if request["deterministic"] else []
+    for name in fixed:
+        assert len({run["digests"][name] for run in runs}) == 1, name
