@@ -107,6 +107,9 @@ def _host(kernel: abi.Kernel, spec: abi.KernelSpec) -> Any:
     configuration = {"grid": spec.cluster, "block": (spec.threads, 1, 1), "smem": spec.shared}
     if spec.cluster != (1, 1, 1):
         configuration["cluster"] = spec.cluster
+    if spec.ctas_per_sm is not None and spec.architecture.startswith("sm_10"):
+        # For Blackwell the assembler ignores setmaxnreg unless told; for Hopper it does not.
+        configuration["min_blocks_per_mp"] = spec.ctas_per_sm
 
     @cute.jit
     def host(address: cutlass.Int64, number: cutlass.Int32):
