@@ -1,7 +1,8 @@
 """Kernels of other projects, unmodified, on the emulator: see peers/capture.py.
 
-FA4_JAX_PEERS_PYTHON: a Python with flash-attn-4, nvidia-cutlass-dsl[cu13] and torch (a build for the CPU
-does); this one if unset.
+FA4_JAX_PEERS_PYTHON: a Python with flash-attn-4, nvidia-cutlass-dsl[cu13], triton and torch (a
+build for the CPU does); this one if unset. FA4_JAX_CUTE_EXAMPLES: the folder
+examples/python/CuTeDSL of CUTLASS.
 """
 
 import json
@@ -59,7 +60,7 @@ class _Server:
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
-    """serve(script, *arguments): a server that lives as long as this module, with a folder of its own."""
+    """serve(script, *arguments): a server with a folder of its own, for this module's tests."""
     servers: dict[tuple[str, ...], _Server] = {}
 
     def get(script: str, *arguments: str) -> _Server:
@@ -129,8 +130,8 @@ def test_flash_attention_4(case, serve):
         assert len(run["launches"]) >= num_kernels
         for name, error in run["errors"].items():
             assert error <= run["bounds"][name], f"{name} of {options}: {error}"
-    # What is summed in a fixed order has the same bits under every schedule. Only dq is added up in memory, and
-    # dk and dv where several query heads share one key head.
+    # What is summed in a fixed order has the same bits under every schedule. Only dq is added up in
+    # memory, and dk and dv where several query heads share one key head.
     fixed = ["out"]
     if request["backward"]:
         grouped = request["num_heads"] != request["num_kv_heads"]
@@ -138,3 +139,15 @@ def test_flash_attention_4(case, serve):
         fixed += ["dq"] if request["deterministic"] else []
     for name in fixed:
         assert len({run["digests"][name] for run in runs}) == 1, name
+
+
+def test_nvfp4_gemm(serve):
+    """The exact product of the quantized values, rounded once: half a unit in the last place."""
+    examples = os.environ.get("FA4_JAX_CUTE_EXAMPLES")
+    if examples is None:
+        pytest.skip("FA4_JAX_CUTE_EXAMPLES is not set")
+    _require("cutlass", "torch", "tvm_ffi", "ml_dtypes")
+    request = {"m": 256, "n": 512, "k": 512, "runs": _RUNS}
+    for run in serve("nvfp4.py", examples).ask(request)["runs"]:
+        assert len(run["launches"]) == 1
+        assert run["error"] <= 0.51

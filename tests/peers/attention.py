@@ -1,4 +1,4 @@
-"""FlashAttention-4 on the emulator, compared with attention in float64. Started by tests/test_peers.py:
+"""FlashAttention-4 on the emulator against float64. tests/test_peers.py starts it as
 
     python attention.py ARCHITECTURE DIRECTORY < requests > replies
 
@@ -16,7 +16,7 @@ NUM_SMS = 4
 
 
 def dense(request: dict, tensors: list, dtype):
-    """Attention and its gradients by the rule, every product and sum in `dtype`: out, dq, dk, dv as float64."""
+    """Attention and its gradients, computed in `dtype`: out, dq, dk and dv as float64."""
     import torch
 
     query, key, value = (x.detach().to(dtype).requires_grad_() for x in tensors[:3])
@@ -44,10 +44,10 @@ def dense(request: dict, tensors: list, dtype):
 def answer(device: capture.Device, request: dict) -> dict:
     """Compiles and runs one configuration.
 
-    request: batch, query_length, key_length, num_heads, num_kv_heads, head_dim, causal, window (left, right),
-    deterministic, backward, and runs: options of the emulator for each.
-    reply: for each run `launches`, and for out, dq, dk and dv its `errors`, the `bounds` of the accuracy rule
-    (twice the error of a computation in bfloat16) and a `digest` of its bits.
+    request: batch, query_length, key_length, num_heads, num_kv_heads, head_dim, causal, window
+    (left, right), deterministic, backward, and runs: options of the emulator for each.
+    reply: for each run `launches`, and by name (out, dq, dk, dv) `errors`, `bounds` of the accuracy
+    rule (twice the error of a computation in bfloat16) and `digests` of the bits.
     """
     import torch
     from flash_attn.cute import flash_attn_func

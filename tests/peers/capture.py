@@ -1,10 +1,10 @@
-"""Runs what CuTe-DSL compiles, host code included, on this machine: kernel launches go to the emulator.
+"""Runs what CuTe-DSL compiles, host code included, without a GPU: launches go to the emulator.
 
 For foreign programs that expect a GPU. `Device` puts itself between them and the driver:
 
 - tensors of the CPU pass for CUDA tensors, so the host code gets their addresses;
-- each compiled function is exported as an object file and linked with driver.c, whose launch function calls
-  back here with the kernel's name, the launch configuration and the parameters;
+- each compiled function is exported as an object file and linked with driver.c, whose launch
+  function calls back here with the kernel's name, the launch configuration and the parameters;
 - the PTX kept from the compilation runs on the emulator with these.
 
 Nothing of the program changes: its grids, clusters, tensor maps, parameters and PTX are its own.
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-from emulator import Emulator  # noqa: E402
+import numpy as np
+from emulator import Emulator
 
 _DRIVER = pathlib.Path(__file__).resolve().parent / "driver.c"
 _CUDA_DEVICE = 2  # kDLCUDA of DLPack
@@ -92,7 +92,7 @@ class CudaTensor:
 
 
 def set_environment(architecture: str, num_sms: int) -> None:
-    """What CuTe-DSL and FlashAttention-4 read at import: the GPU that they are to compile for, `sm_100a` or so."""
+    """What CuTe-DSL and FlashAttention-4 read at import: the GPU to compile for, as `sm_100a`."""
     os.environ["CUTE_DSL_ARCH"] = architecture
     os.environ["FLASH_ATTENTION_ARCH"] = architecture
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(num_sms)
@@ -108,7 +108,7 @@ class Device:
         self._num_sms = num_sms
         self._version = divmod(int(architecture[3:].rstrip("af")), 10)
         self._directory = pathlib.Path(directory)
-        # Of each compiled function: two instances of one kernel class have kernels of the same name.
+        # By compiled function: two instances of one kernel class give their kernels one name.
         self._modules: list[Emulator] = []
         self._buffers: list[np.ndarray] = []
         self._error: Exception | None = None
@@ -118,7 +118,7 @@ class Device:
         subprocess.run(command, check=True)
 
     def install(self) -> None:
-        """Patches torch and CuTe-DSL. Call it before a program that imports names from them is imported."""
+        """Patches torch and CuTe-DSL; a program that takes names from them is imported after it."""
         import cutlass
         import torch
         from cutlass import cute
@@ -143,7 +143,10 @@ class Device:
         cute.compile = compile_and_link
 
     def link(self, compiled) -> Callable[..., None]:
-        """The compiled function (with --enable-tvm-ffi and --keep-ptx) as one that runs here."""
+        """The compiled function (with --enable-tvm-ffi and --keep-ptx) as one that runs here.
+
+        It takes torch tensors for tensors, and NumPy arrays for pointers.
+        """
         import tvm_ffi
 
         number = len(self._modules)
@@ -169,9 +172,12 @@ class Device:
         return call
 
     def _convert(self, value):
-        """Labels tensors, and notes the memory that kernels may touch."""
+        """Labels tensors, makes arrays addresses, and notes the memory that kernels may touch."""
         import torch
 
+        if isinstance(value, np.ndarray):
+            self._buffers.append(value)
+            return value.ctypes.data
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
@@ -232,7 +238,10 @@ class Device:
 
 
 def serve(answer: Callable[[dict], dict]) -> None:
-    """Answers the requests of standard input, one line of JSON each; what programs print goes to standard error."""
+    """Answers the requests of standard input, each a line of JSON.
+
+    What programs print goes to standard error.
+    """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
