@@ -11,6 +11,7 @@ COMMANDS = {
     "info": ("fa4_jax.info", "versions, devices, kernels, and what serves a given call"),
     "accuracy": ("fa4_jax.accuracy", "quantised attention beside float64 and published figures"),
     "check": ("fa4_jax.check", "a small forward and backward of every implementation"),
+    "emulate": ("fa4_jax.emulate", "a call's kernels on the emulator: seeds, races, counts"),
 }
 
 

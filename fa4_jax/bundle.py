@@ -140,26 +140,32 @@ def architectures() -> tuple[str, ...]:
     return tuple(dict.fromkeys(kernel.architecture for kernel in kernels()))
 
 
-def library() -> ctypes.CDLL:
+def library(path: str | None = None) -> ctypes.CDLL:
     """Loads the library, opens the bundle and registers every target; once per process.
 
     Needs no GPU and no CUDA driver: libcuda is looked for when a program that holds one of the
     custom calls is made ready on a device.
 
+    Args:
+      path: the directory of another bundle than the installed one.
+
     Returns:
       The library, all targets registered for the platforms ``CUDA`` and ``cpu``.
 
     Raises:
-      BundleError: not built, or the manifest is not one that this library reads.
+      BundleError: not built, the manifest is not one that this library reads, or ``path`` is
+        given and the process has already opened a bundle.
     """
     global _library
     with _lock:
+        if _library is not None and path is not None:
+            raise BundleError(f"a process opens one bundle; it is too late for {path}")
         if _library is None:
             bundle = directory()
             loaded = ctypes.CDLL(str(_NATIVE / _LIBRARY))
             loaded.Fa4JaxOpenBundle.argtypes = [ctypes.c_char_p]
             loaded.Fa4JaxOpenBundle.restype = ctypes.c_char_p
-            error = loaded.Fa4JaxOpenBundle(str(bundle).encode())
+            error = loaded.Fa4JaxOpenBundle((path or str(bundle)).encode())
             if error is not None:
                 raise BundleError(error.decode())
             for target, stem in _HANDLERS.items():

@@ -207,8 +207,8 @@ def call(
     )
 
 
-def _integers(count: int) -> Callable[[str], tuple[int, ...]]:
-    """Parser of ``count`` integers joined by commas."""
+def integers(count: int) -> Callable[[str], tuple[int, ...]]:
+    """Parser of a flag of ``count`` counts joined by commas."""
 
     def parse(text: str) -> tuple[int, ...]:
         values = tuple(map(int, text.split(",")))
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true", help="list every kernel of the bundle")
     parser.add_argument(
         "--shape",
-        type=_integers(6),
+        type=integers(6),
         metavar="B,T,S,N,K,H",
         default=(1, 1024, 1024, 8, 8, 128),
         help="batch, queries, keys, query heads, key/value heads, head dim (default: %(default)s)",
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--value-dim", type=int, metavar="Hv", help="head dim of value, if not H")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--window", type=_integers(2), metavar="LEFT,RIGHT")
+    parser.add_argument("--window", type=integers(2), metavar="LEFT,RIGHT")
     parser.add_argument("--soft-cap", type=float, metavar="C", help="logits_soft_cap")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--quantization", metavar="NAME")

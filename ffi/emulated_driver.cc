@@ -1,15 +1,18 @@
 // The driver interface over the PTX emulator: the same kernels, parameters and tensor maps as on a GPU, executed on the
 // CPU. A launch returns when the grid is done; whatever the kernel did wrong is the launch's error.
 //
-// Environment, read once:
-//   FA4_JAX_EMULATED_ARCH   the architecture to pretend ("sm_90a", "sm_100a"); unset: whatever the bundle has
+// Environment, read once, the device that is pretended:
+//   FA4_JAX_EMULATED_ARCH   the architecture ("sm_90a", "sm_100a"); unset: whatever the bundle has
 //   FA4_JAX_EMULATED_SMS    its number of SMs, what persistent grids are sized by; 8 when unset
+// Environment, read at each launch, how the kernel is run:
 //   FA4_JAX_EMULATED_SEED   a positive seed makes schedules adversarial and reproducible; unset or 0: deterministic
 //   FA4_JAX_EMULATED_RACES  1 reports conflicting accesses that nothing orders
+//   FA4_JAX_EMULATED_TRACE  a file that each launch without an error appends one line to: its counts as JSON
 
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,19 +32,17 @@ std::string Environment(const char* name) {
   return value ? value : "";
 }
 
-struct Settings {
+struct PretendedDevice {
   std::string architecture = Environment("FA4_JAX_EMULATED_ARCH");
   int num_sms = 8;
-  uint64_t seed = std::strtoull(Environment("FA4_JAX_EMULATED_SEED").c_str(), nullptr, 10);
-  bool check_races = Environment("FA4_JAX_EMULATED_RACES") == "1";
-  Settings() {
+  PretendedDevice() {
     if (int sms = std::atoi(Environment("FA4_JAX_EMULATED_SMS").c_str()); sms > 0) num_sms = sms;
   }
 };
 
-const Settings& GetSettings() {
-  static const Settings settings;
-  return settings;
+const PretendedDevice& GetPretendedDevice() {
+  static const PretendedDevice device;
+  return device;
 }
 
 struct EmulatedKernel {
@@ -69,12 +70,12 @@ class Emulated : public Driver {
 
   Status GetDevice(int32_t ordinal, Device* device) override {
     if (ordinal != 0) return Status::Error("the emulator is one device, number 0");
-    const Settings& settings = GetSettings();
+    const PretendedDevice& pretended = GetPretendedDevice();
     device->name = "PTX emulator";
-    device->architecture = settings.architecture;
-    device->num_sms = settings.num_sms;
+    device->architecture = pretended.architecture;
+    device->num_sms = pretended.num_sms;
     std::string digits;
-    for (char c : settings.architecture) {
+    for (char c : pretended.architecture) {
       if (c >= '0' && c <= '9') digits += c;
     }
     device->compute_capability =
@@ -128,7 +129,6 @@ class Emulated : public Driver {
   Status Launch(KernelHandle handle, const LaunchConfig& config) override {
     const auto& kernel = *static_cast<const EmulatedKernel*>(handle.value);
     const emulator::Program& program = *kernel.program;
-    const Settings& settings = GetSettings();
     emulator::LaunchRequest request;
     request.grid[0] = config.grid;
     request.block[0] = config.threads;
@@ -146,15 +146,33 @@ class Emulated : public Driver {
       request.regions.push_back(
           {buffer.name, static_cast<uint8_t*>(buffer.address), buffer.bytes, buffer.writable});
     }
-    request.options.num_sms = settings.num_sms;
-    request.options.seed = settings.seed;
-    request.options.check_races = settings.check_races;
+    const std::string trace = Environment("FA4_JAX_EMULATED_TRACE");
+    request.options.num_sms = GetPretendedDevice().num_sms;
+    request.options.seed = std::strtoull(Environment("FA4_JAX_EMULATED_SEED").c_str(), nullptr, 10);
+    request.options.check_races = Environment("FA4_JAX_EMULATED_RACES") == "1";
+    request.options.trace = !trace.empty();
     emulator::LaunchResult result = emulator::launch(program, request);
     if (!result.error.empty()) return Status::Error("emulator: " + result.error);
+    if (!trace.empty()) return AppendTrace(trace, kernel.name, request.options.seed, result.trace);
     return Status();
   }
 
  private:
+  // One line, so that the file can be read launch by launch: the trace after the kernel's name in the bundle and the seed.
+  Status AppendTrace(const std::string& path, const std::string& name, uint64_t seed, std::string trace) {
+    for (char& c : trace) {
+      if (c == '\n') c = ' ';
+    }
+    std::string line = "{\"name\": \"" + name + "\", \"seed\": " + std::to_string(seed) + ", " +
+                       trace.substr(trace.find('{') + 1) + "\n";
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::ofstream file(path, std::ios::app);
+    if (!file.write(line.data(), static_cast<std::streamsize>(line.size())).flush()) {
+      return Status::Error("emulator: cannot write FA4_JAX_EMULATED_TRACE=" + path);
+    }
+    return Status();
+  }
+
   std::mutex mutex_;
   std::vector<std::unique_ptr<emulator::Module>> modules_;
   std::vector<std::unique_ptr<EmulatedKernel>> kernels_;
