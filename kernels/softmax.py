@@ -13,6 +13,11 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
+# Exponents of base 2 are formed by one fused multiply-add with the rounded exponent of the row's
+# maximum. Up to here its rounding changes a probability by less than 2**-9.
+FUSED_LIMIT = 2.0**16
+
+
 def pack(low: Float32, high: Float32, dtype: type) -> Int32:
     """Rounds two float32 to 16 bit (bf16 or f16) and packs them, ``low`` in the low half."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
@@ -35,6 +40,25 @@ def quad_reduce(value: Float32, combine) -> Float32:
     for lane in (1, 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=lane))
     return value
+
+
+def row_elements(fragment: cute.Tensor, row: int) -> list[int]:
+    """Indices of the accumulator fragment's elements that belong to the thread's row 0 or 1."""
+    return [i for i in range(cute.size(fragment)) if (i // 2) % 2 == row]
+
+
+@cute.jit
+def centre(scores: cute.Tensor, row: cutlass.Constexpr, maximum: Float32, shift: Float32):
+    """Gives what is left to subtract from the exponents of a row: ``shift``, or 0.
+
+    Where the exponents are so large that rounding ``shift`` would matter (logits of 45,000 and
+    more), the maximum is subtracted here, from the scores.
+    """
+    if cute.arch.fmax(shift, -shift) > FUSED_LIMIT:
+        for i in row_elements(scores, row):
+            scores[i] = scores[i] - maximum
+        shift = Float32(0.0)
+    return shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +94,7 @@ class OnlineSoftmax:
         """
         factors = []
         for row in range(2):
-            elements = [i for i in range(cute.size(scores)) if (i // 2) % 2 == row]
+            elements = row_elements(scores, row)
             # Two chains, so that the latency of one maximum hides behind the other.
             chains = [scores[elements[0]], scores[elements[1]]]
             for n, i in enumerate(elements[2:]):
@@ -79,9 +103,15 @@ class OnlineSoftmax:
             new = cute.arch.fmax(old, quad_reduce(cute.arch.fmax(*chains), cute.arch.fmax))
             self.maximum[row] = new
             # A row with nothing visible so far: keep -inf - (-inf) out of the exponent.
-            shift = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-            shift = Float32(shift) * self.scale_log2
-            factor = cute.math.exp2(old * self.scale_log2 - shift, fastmath=True)
+            base = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
+            exponent = base * self.scale_log2
+            shift = centre(scores, row, base, exponent)
+            change = cutlass.select_(
+                shift == exponent,
+                old * self.scale_log2 - shift,
+                (old - base) * self.scale_log2,
+            )
+            factor = cute.math.exp2(Float32(change), fastmath=True)
             sums = [self.total[row] * factor, Float32(0.0)]
             for n, i in enumerate(elements):
                 scores[i] = cute.math.exp2(scores[i] * self.scale_log2 - shift, fastmath=True)
