@@ -578,3 +578,28 @@ ret;
             for i in range(16):
                 row = 16 + lane // 4 + 8 * (i // 2 % 2)
                 assert mine[lane, 16 + i] == rows[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2]
+
+
+def test_tensor_memory_halves_cover_the_same_lanes():
+    """.16x32bx2: lanes 0-15 of two groups of columns; 16x64b then finds either of them written."""
+    values = {f"v{i}": words(40 + i) for i in range(2)}
+    body = """
+mov.u32 %at, where;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%at], 32;
+ld.shared.b32 %taddr, [%at];
+tcgen05.st.sync.aligned.16x32bx2.x2.b32 [%taddr], 8, {%v0, %v1};
+tcgen05.wait::st.sync.aligned;
+tcgen05.ld.sync.aligned.16x32bx2.x2.b32 {%a, %b}, [%taddr], 8;
+add.u32 %second, %taddr, 8;
+tcgen05.ld.sync.aligned.16x64b.x1.b32 {%c}, [%second];
+tcgen05.wait::ld.sync.aligned;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %taddr, 32;
+"""
+    declared = ".reg .b32 %at, %taddr, %second; .shared .align 4 .b32 where;"
+    got = run(body, dict.fromkeys("abc", "b32"), declared, **values)
+    np.testing.assert_array_equal(got["a"], values["v0"])
+    np.testing.assert_array_equal(got["b"], values["v1"])
+    # 16x64b: thread t holds lane t / 4 + 8 * (t % 2), column t % 4 / 2.
+    lane, column = LANES // 4 + 8 * (LANES % 2), LANES % 4 // 2
+    halves = np.stack([values["v0"][16:], values["v1"][16:]], axis=1)
+    np.testing.assert_array_equal(got["c"], halves[lane, column])

@@ -93,7 +93,7 @@ int regions_of(const TmemTransfer& shape, int lane, int column, Region2 out[2]) 
   int lanes = lanes_of(shape), columns = columns_of(shape);
   if (shape.shape == TmemShape::k16x32bx2) {
     out[0] = {lane, 16, column, columns};
-    out[1] = {lane + 16, 16, column + shape.half_split, columns};
+    out[1] = {lane, 16, column + shape.half_split, columns};
     return 2;
   }
   out[0] = {lane, lanes, column, columns};
