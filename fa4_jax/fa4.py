@@ -232,19 +232,15 @@ def _reverse_mode_only_jvp(primals, tangents):
     return _reverse_mode_only(*primals), tangent
 
 
-def _refused_batching(args, dims, *, avals, message):
-    results = _refused_p.bind(*args, avals=tuple(map(jax.typeof, args)), message=message)
-    return results, dims
-
-
 _reverse_mode_only_p.def_impl(lambda x: x)
 _reverse_mode_only_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(_reverse_mode_only_p, lambda _, x: [x])
 batching.defvectorized(_reverse_mode_only_p)
 ad.primitive_jvps[_reverse_mode_only_p] = _reverse_mode_only_jvp
-# Transposed or batched it is only where it stands for the tangent map, an identity.
+# Transposed it is only where it stands for the tangent map, an identity; batched, only where that
+# map would be evaluated.
 ad.deflinear2(_refused_p, lambda cotangents, *_, **__: cotangents)
-batching.primitive_batchers[_refused_p] = _refused_batching
+batching.primitive_batchers[_refused_p] = _refuse
 
 
 def _first_order(operation: Callable) -> Callable:

@@ -152,8 +152,11 @@ def test_kernels_in_a_module():
         nnx_loss_and_gradients, x=inputs(length=200), call={"is_causal": True}, **options
     )
     kernels = run(functools.partial(attention_fn, implementation="fa4"))
-    near = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
-    jax.tree.map(lambda x, y: near(*map(np.float32, (x, y))), kernels, run(xla))
+    expected = run(xla)
+    # Of the largest gradient: that of the key bias is 0 but for rounding.
+    largest = max(np.abs(np.float32(x)).max() for x in jax.tree.leaves(expected))
+    near = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.01 * largest)
+    jax.tree.map(lambda x, y: near(*map(np.float32, (x, y))), kernels, expected)
 
 
 def test_common_dtype_without_module_dtype():

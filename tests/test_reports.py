@@ -475,7 +475,9 @@ def test_43_remat(implementation):
     for name, options in ((chosen, {"mask": mask}), (implementation, {"is_causal": True})):
         loss = lambda q, n=name, o=options: D(q, k, v, **o, implementation=n).sum(dtype=jnp.float32)  # noqa: E731
         found, expected = (jax.jit(jax.grad(f))(q) for f in (jax.checkpoint(loss), loss))
-        np.testing.assert_array_equal(found, expected)
+        # The kernels add the query gradient in any order.
+        atol = 0 if name == "xla" else 2**-8 * np.abs(np.asarray(expected, np.float32)).max()
+        np.testing.assert_allclose(*np.float32([found, expected]), rtol=0, atol=atol)
 
 
 def test_45_replayed_graphs_see_new_values(implementation):
@@ -515,6 +517,8 @@ def test_47_export(implementation, symbolic, tmp_path):
     (tmp_path / "program").write_bytes(exported.serialize(vjp_order=1))
     script = f"""
 import pathlib, jax, fa4_jax, test_reports as t
+if {implementation!r} == "fa4":
+    fa4_jax.bundle.library()  # registers the custom calls
 program = jax.export.deserialize(pathlib.Path({str(tmp_path / "program")!r}).read_bytes())
 q, k, v, w = t.make((2, 96, 4, 64), (2, 96, 2, 64), "bf16")
 names = ("query", "key", "value")
@@ -538,13 +542,16 @@ def test_48_host_without_a_gpu():
     script = """
 import warnings
 warnings.simplefilter("ignore")  # the bundle need not be built
-import jax, jax.numpy as jnp, fa4_jax
+import jax, jax.numpy as jnp
+loaded = lambda: "libcuda.so" in open("/proc/self/maps").read()
 x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+before = loaded()  # by JAX's own plugin, where there is one
+import fa4_jax
 assert jax.eval_shape(fa4_jax.dot_product_attention, x, x, x).shape == x.shape
 traced = jax.jit(fa4_jax.dot_product_attention).trace(x, x, x)
 assert traced.lower(lowering_platforms=("cuda",)).as_text()
 assert (fa4_jax.dot_product_attention(x, x, x) == 1).all()
-assert "libcuda.so" not in open("/proc/self/maps").read()
+assert loaded() == before
 """
     run_script(script, timeout=300, JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
 

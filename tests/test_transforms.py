@@ -248,6 +248,7 @@ UNSUPPORTED = {
     "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
     "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
     "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "jit of jacfwd": lambda f, x: jax.jit(jax.jacfwd(f))(x),
     "linearize": lambda f, x: jax.linearize(f, x)[1](x),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
     "grad of grad": lambda f, x: jax.grad(lambda y: jax.grad(lambda z: f(z).sum())(y).sum())(x),
