@@ -648,6 +648,93 @@ def test_tcgen05_ordering_rules(options, message):
     launch(body, *args, params="mmp", block=128, target="sm_100a", races=True, lenient_tensor=True)
 
 
+SHIFT_REGISTERS = ", ".join(f"%r{70 + i}" for i in range(8))
+
+
+def shift_body(shift: str, waiting: str = wait("V", "%base")) -> str:
+    """Every thread stores 8 words in its lane from column 4 on, one shifts, every thread loads its lane."""
+    values = "".join(f"\n  mad.lo.u32 %r{70 + i}, %t, 8, {i};" for i in range(8))
+    stores = "".join(f"\n  st.global.u32 [%rd20+{4 * i}], %r{70 + i};" for i in range(8))
+    return (
+        INIT.format(count=1)
+        + ALLOCATE
+        + f"""{values}
+  tcgen05.st.sync.aligned.32x32b.x8.b32 [%r61+4], {{{SHIFT_REGISTERS}}};
+  tcgen05.wait::st.sync.aligned;
+  tcgen05.fence::before_thread_sync;
+  bar.sync 0;
+  tcgen05.fence::after_thread_sync;
+  @!%p1 bra SHIFTED;
+  {shift}
+  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%base];
+SHIFTED:
+  bar.warp.sync -1;
+{waiting}
+  tcgen05.fence::after_thread_sync;
+  tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{SHIFT_REGISTERS}}}, [%r61+4];
+  tcgen05.wait::ld.sync.aligned;
+  mad.wide.u32 %rd20, %t, 32, %rd0;{stores}"""
+        + FREE
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize(
+    ("name", "quarters"), [("shift.cta_group::1.down", [1]), ("shift.down.cta_group::1", [0, 3, 3])]
+)
+def test_tensor_memory_shift(name, quarters, seed):
+    # A quarter's lanes but the last each go to the next lane; its first lane stays.
+    shifts = "\n  ".join(f"tcgen05.{name} [%r60+{quarter << 21 | 4}];" for quarter in quarters)
+    out = np.zeros((128, 8), np.uint32)
+    launch(shift_body(shifts), out, params="p", block=128, target="sm_100a", seed=seed, races=True)
+    expected = np.arange(128 * 8).reshape(4, 32, 8)
+    for quarter in quarters:
+        expected[quarter, 1:] = expected[quarter, :-1].copy()
+    np.testing.assert_array_equal(out, expected.reshape(128, 8))
+
+
+def test_tensor_memory_shift_of_a_pair():
+    out = np.zeros((2, 128, 8), np.uint32)
+    body = shift_body("@%p6 tcgen05.shift.cta_group::2.down [%r60+4];")
+    # The even CTA shifts and signals both; values and results of a CTA are its own.
+    body = body.replace("cta_group::1", "cta_group::2").replace(
+        "mbarrier::arrive::one.shared::cluster.b64 [%base];",
+        "mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%base], %h0;",
+    )
+    body = body.replace("  @!%p1 bra SHIFTED;", "  @!%p1 bra SHIFTED;\n  @!%p6 bra SHIFTED;")
+    sync = "barrier.cluster.arrive.aligned;\n  barrier.cluster.wait.aligned;"
+    body = body.replace("bar.sync 0;", sync)
+    body = f"""
+  mov.u32 %r8, %cluster_ctarank;
+  setp.eq.u32 %p6, %r8, 0;
+  mov.b16 %h0, 3;
+  mad.wide.u32 %rd0, %r8, {out[0].nbytes}, %rd0;
+  {body}"""
+    body = body.replace("%t, 8, ", "%r9, 8, ").replace(
+        "  mov.b16 %h0", "  mad.lo.u32 %r9, %r8, 1000, %t;\n  mov.b16 %h0"
+    )
+    launch(body, out, params="p", block=128, target="sm_100a", cluster=2, races=True)
+    expected = 8 * (np.arange(128) + [[0], [1000]])[..., None] + np.arange(8)
+    expected[:, 1:32] = expected[:, :31].copy()
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("shift", "waiting", "message"),
+    [
+        ("[%r60+0x100004]", wait("V", "%base"), "lane 16 of the address is no multiple of 32"),
+        ("[%r60+60]", wait("V", "%base"), "are not allocated"),
+        ("[%r60+8]", wait("V", "%base"), "which nothing has written"),
+        ("[%r60+4]", "", "reads tensor memory(.|\n)*Nothing orders"),
+    ],
+)
+def test_tensor_memory_shift_misuse(shift, waiting, message):
+    body = shift_body(f"tcgen05.shift.cta_group::1.down {shift};", waiting)
+    out = np.zeros((128, 8), np.uint32)
+    with pytest.raises(EmulatorError, match=message):
+        launch(body, out, params="p", block=128, target="sm_100a", races=True)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

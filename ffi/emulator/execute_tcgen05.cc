@@ -1,8 +1,8 @@
 // The tcgen05 family.
 //
 // PTX ISA: "TensorCore 5th Generation Family Instructions": alloc, dealloc, relinquish_alloc_permit, ld, ld.red, st, wait, cp,
-// mma, commit, fence. Weight-stationary and sparse products are not known here. Products and copies go through the pipe of the
-// issuing CTA in order (tensor_core.h); loads and stores of registers are asynchronous until their wait.
+// shift, mma, commit, fence. Weight-stationary and sparse products are not known here. Products, copies and shifts go through the
+// pipe of the issuing CTA in order (tensor_core.h); loads and stores of registers are asynchronous until their wait.
 #include <cstring>
 
 #include "bulk.h"
@@ -485,6 +485,37 @@ void decode_copy(Decoder& d) {
   d.in.execute = issue_copy;
 }
 
+// ---- shift -------------------------------------------------------------------------------------------------------------------
+
+// Shape .31x256b of "Data Movement Shape": of a warp's 32 lanes, 8 columns of each but the last move down, to the next lane.
+// The text does not say what becomes of the first lane: it is not written.
+void execute_shift(const Agent& agent, Cta& cta, uint32_t address) {
+  constexpr int kMoved = 31, kColumns = 8;
+  int column = static_cast<int>(address & 0xffff), lane = static_cast<int>(address >> 16);
+  check_tensor(agent, cta, lane, kMoved, column, kColumns, true, false);
+  check_tensor(agent, cta, lane + 1, kMoved, column, kColumns, false, true);
+  for (int c = column; c < column + kColumns; ++c) {
+    uint32_t* words = cta.tensor->memory() + tmem_index(lane, c);
+    std::memmove(words + 1, words, sizeof(uint32_t) * kMoved);
+  }
+  cta.tensor->mark(lane + 1, kMoved, column, kColumns);
+  cta.counters.tensor_read += sizeof(uint32_t) * kMoved * kColumns;
+  cta.counters.tensor_written += sizeof(uint32_t) * kMoved * kColumns;
+}
+
+void issue_shift(Warp& w, const Instruction& in, uint32_t mask) {
+  for_lanes(mask, [&](int lane) {
+    uint32_t address = lane_value(w, in.a, in.immediate, lane);
+    if (address >> 16 & 31) throw Fault(format("tcgen05.shift: lane %u of the address is no multiple of 32", address >> 16));
+    Cta* own = w.cta;
+    Cta* peer = in.option[0] ? &peer_of(w) : nullptr;
+    enqueue(w, in, [=](const Agent& agent) {
+      execute_shift(agent, *own, address);
+      if (peer) execute_shift(agent, *peer, address);
+    });
+  });
+}
+
 // ---- commit, fences ------------------------------------------------------------------------------------------------------------
 
 void commit(Warp& w, const Instruction& in, uint32_t mask) {
@@ -543,6 +574,11 @@ void decode_tensor(Decoder& d) {
   } else if (op == "wait::ld" || op == "wait::st") {
     d.in.option[0] = op == "wait::ld";
     d.in.execute = wait_transfers;
+  } else if (d.has("shift")) {
+    d.allow({"shift", "down", "cta_group::1", "cta_group::2"});
+    if (d.address(d.operand(0))) d.fail("needs a 32-bit tensor memory address");
+    d.in.option[0] = pair;
+    d.in.execute = issue_shift;
   } else if (op == "commit") {
     d.allow({"commit", "cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64"});
     d.in.option[5] = d.address(d.operand(0));
