@@ -558,6 +558,7 @@ mad.wide.u32 %other, %thr, 128, %other;
 {again}
 tcgen05.fence::before_thread_sync;
 bar.sync 0;
+tcgen05.fence::after_thread_sync;
 @%q tcgen05.dealloc.cta_group::1.sync.aligned.b32 %taddr, 64;
 @%q tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
 ret;
