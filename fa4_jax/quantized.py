@@ -20,6 +20,7 @@ from fa4_jax.quantize.containers import Format, Quantized, quantize
 from fa4_jax.quantized_backward import Gradients, Saved
 from fa4_jax.quantized_forward import GUARD_KEYS, Inputs
 from fa4_jax.spec import AttentionSpec, Operands
+from fa4_jax.xla import in_auto_axes
 
 QUERY_KEY_AXIS, VALUE_AXIS = -1, -3
 
@@ -72,7 +73,7 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arra
     if 0 in (B, T, S):
         out = jnp.zeros((B, T, N, Hv), operands.query.dtype)
         return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
-    return _attend(spec, operands)
+    return in_auto_axes(_attend, spec, operands)
 
 
 def quantize_operand(quantization: QuantizationConfig | str, name: str, x: jax.Array) -> Quantized:

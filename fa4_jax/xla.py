@@ -46,11 +46,18 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
       out [B, T, N, Hv] in query's dtype, and lse [B, T, N], the natural logarithm of the softmax
       denominator, float32 (float64 for float64 inputs). A row that sees no key has 0 and -inf.
     """
-    query = jax.typeof(operands.query)
+    return in_auto_axes(_attend, spec, operands)
+
+
+def in_auto_axes(attend: Callable, spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
+    """`attend(spec, operands)` with Explicit mesh axes made Auto inside, query's on its results.
+
+    Splitting and tiling axes is then the compiler's business.
+    """
+    query = jax.typeof(jax.tree.leaves(operands.query)[0])  # of a quantised one: the payload
     explicit = query.sharding.mesh.explicit_axes
     if not explicit:
-        return _attend(spec, operands)
-    # Splitting and tiling axes is the compiler's business: the mesh axes are Auto in here.
+        return attend(spec, operands)
     batch, rows, heads, _ = query.sharding.spec
     mesh = query.sharding.mesh
     out_sharding = tuple(
@@ -58,7 +65,7 @@ def attend(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
         for dims in ((batch, rows, heads, None), (batch, rows, heads))
     )
     auto: Any = jax.sharding.auto_axes(
-        functools.partial(_attend, spec), axes=explicit, out_sharding=out_sharding
+        functools.partial(attend, spec), axes=explicit, out_sharding=out_sharding
     )
     return auto(operands)
 

@@ -231,3 +231,25 @@ def test_every_device_may_come_first(attention):
         results = jax.jit(attention)(*jax.device_put((query, key, value), device))
         assert all(x.devices() == {device} for x in results)
         assert_close(results, expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_quantised_attention(axis_type):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    operands = [jax.random.normal(k, (2, 128, 4, 64), jnp.bfloat16) for k in keys]
+
+    @jax.jit
+    def run(query, key, value):
+        def function(query, key, value):
+            return fa4_jax.dot_product_attention(
+                query, key, value, quantization="nvfp4_fp8", implementation="xla"
+            )
+
+        out, pullback = jax.vjp(function, query, key, value)
+        return out, *pullback(out)
+
+    expected = run(*operands)
+    sharding = NamedSharding(mesh, P("x", None, "y"))
+    with jax.set_mesh(mesh):
+        assert_close(run(*jax.device_put(operands, sharding)), expected)
