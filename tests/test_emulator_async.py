@@ -714,7 +714,7 @@ def test_tensor_memory_shift_of_a_pair():
         "  mov.b16 %h0", "  mad.lo.u32 %r9, %r8, 1000, %t;\n  mov.b16 %h0"
     )
     launch(body, out, params="p", block=128, target="sm_100a", cluster=2, races=True)
-    expected = 8 * (np.arange(128) + [[0], [1000]])[..., None] + np.arange(8)
+    expected = 8 * np.add.outer([0, 1000], np.arange(128))[..., None] + np.arange(8)
     expected[:, 1:32] = expected[:, :31].copy()
     np.testing.assert_array_equal(out, expected)
 
@@ -951,6 +951,87 @@ def test_asynchronous_stores(seed):
     lane = np.arange(32)
     want = np.stack([np.stack([lane, lane + 100 * (1 - rank)], -1) for rank in range(2)])
     np.testing.assert_array_equal(out, want)
+
+
+REDUCTIONS = {
+    "add.u32": np.add,
+    "add.u64": np.add,
+    "min.s32": np.minimum,
+    "max.u32": np.maximum,
+    "xor.b32": np.bitwise_xor,
+    "inc.u32": lambda old, limit: np.where(old >= limit, 0, old + 1),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_asynchronous_reductions(name, seed):
+    # All threads of both CTAs reduce into the words of CTA 0, two to a word.
+    bits = int(name[-2:])
+    dtype = np.dtype(f"{'i' if 's32' in name else 'u'}{bits // 8}")
+    random = np.random.default_rng(5)
+    start = random.integers(3, 100, 32).astype(dtype)
+    values = random.integers(90 if "inc" in name else 1, 100, (2, 32)).astype(dtype)
+    if dtype.kind == "i":
+        values[0] *= -1
+    out = np.zeros(32, dtype)
+    b = "%rd10" if bits == 64 else "%r10"
+    body = (
+        INIT.format(count=1)
+        + f"""
+  mov.u32 %r1, %cluster_ctarank;
+  mad.lo.u32 %r3, %t, {dtype.itemsize}, %base;
+  mad.wide.u32 %rd3, %t, {dtype.itemsize}, %rd0;
+  ld.global.b{bits} {b}, [%rd3];
+  st.shared.b{bits} [%r3+1024], {b};
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%base], {2 * 32 * dtype.itemsize};
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;
+  mov.b32 %r2, 0;
+  mapa.shared::cluster.u32 %r4, %r3, %r2;
+  mapa.shared::cluster.u32 %r5, %base, %r2;
+  mad.lo.u32 %r6, %r1, 32, %t;
+  mad.wide.u32 %rd3, %r6, {dtype.itemsize}, %rd1;
+  ld.global.b{bits} {b}, [%rd3];
+  red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{name} [%r4+1024], {b}, [%r5];
+  setp.ne.u32 %p2, %r1, 0;
+  @%p2 bra DONE;
+"""
+        + wait("W", "%base")
+        + f"""
+  ld.shared.b{bits} {b}, [%r3+1024];
+  mad.wide.u32 %rd3, %t, {dtype.itemsize}, %rd2;
+  st.global.b{bits} [%rd3], {b};
+DONE:
+  barrier.cluster.arrive.aligned;
+  barrier.cluster.wait.aligned;"""
+    )
+    # CTA 1 sets its own mbarrier too, but nothing arrives there.
+    body = body.replace(
+        "@%p1 mbarrier.arrive", "setp.eq.and.u32 %p3, %r1, 0, %p1;\n  @%p3 mbarrier.arrive"
+    )
+    launch(body, start, values, out, params="ppp", cluster=2, seed=seed, races=True)
+    reduce = REDUCTIONS[name]
+    first, second = (reduce(reduce(start, values[i]), values[1 - i]) for i in range(2))
+    if name == "inc.u32":  # the only one whose order matters
+        assert np.all((out == first) | (out == second))
+    else:
+        np.testing.assert_array_equal(out, first)
+
+
+def test_asynchronous_stores_need_no_proxy_fence():
+    """They are performed in the generic proxy."""
+    body = (
+        INIT.format(count=1)
+        + """
+  st.shared.u32 [%base+1024], %t;
+  bar.warp.sync -1;
+  @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%base], 4;
+  @%p1 st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%base+1024], %t, [%base];
+"""
+        + wait("W", "%base")
+    )
+    launch(body.replace("st.shared.u32", "@%p1 st.shared.u32"), races=True)
 
 
 def test_eight_bit_fragments_round_trip():

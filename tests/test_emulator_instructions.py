@@ -215,6 +215,29 @@ def test_integer_instructions(instruction):
     np.testing.assert_array_equal(got["d"], bits(INTEGER[instruction]()))
 
 
+@pytest.mark.parametrize("logic", ["and", "or"])
+def test_lop3_with_a_predicate(logic):
+    body = f"""
+    setp.gt.s32 %q, %b, 0;
+    mov.b32 %kept, 7;
+    setp.lt.u32 %low, %lane, 20;
+    lop3.{logic}.b32 %d|%p, %a, %b, %c, 0x80, %q;
+    selp.u32 %first, 1, 0, %p;
+    @%low lop3.{logic}.b32 _|%p, %a, 0, 0, 0xf0, !%q;
+    selp.u32 %second, 1, 0, %p;
+    @%low lop3.{logic}.b32 %kept|_, %a, %b, %c, 0x96, %q;
+    """
+    kinds = dict.fromkeys(("d", "first", "second", "kept"), "b32")
+    got = run(body, kinds, ".reg .pred %p, %q, %low;", a=A, b=B, c=C)
+    combine = {"and": np.logical_and, "or": np.logical_or}[logic]
+    q, low = S["b"] > 0, LANES < 20
+    first = combine((A & B & C) != 0, q)
+    np.testing.assert_array_equal(got["d"], A & B & C)
+    np.testing.assert_array_equal(got["first"], first)
+    np.testing.assert_array_equal(got["second"], np.where(low, combine(A != 0, ~q), first))
+    np.testing.assert_array_equal(got["kept"], np.where(low, A ^ B ^ C, 7))
+
+
 def test_wide_integers():
     rng = np.random.default_rng(5)
     x, y = (rng.integers(0, 2**64, 32, dtype=np.uint64) for _ in range(2))

@@ -86,7 +86,7 @@ void register_memory(Families&);      // execute_memory.cc: ld, st, ldmatrix, st
 void register_atomics(Families&);     // execute_atomics.cc: atom, red
 void register_control(Families&);     // execute_control.cc: bra, barriers, fences, setmaxnreg
 void register_mbarrier(Families&);    // mbarrier.cc
-void decode_store_async(Decoder&);    // st.async
+void decode_store_async(Decoder&);    // st.async, red.async
 void register_bulk(Families&);        // execute_bulk.cc: cp.async, cp.async.bulk, tensor copies
 void register_matrix(Families&);      // execute_wgmma.cc: wgmma, mma.sync
 void register_tensor(Families&);      // execute_tcgen05.cc

@@ -112,6 +112,7 @@ void run_atomic(Warp& w, const Instruction& in, uint32_t mask) {
 
 // atom{.sem}{.scope}{.space}.op{.noftz}{.vec}.type d, [a], b{, c}; red likewise without d.
 void decode_atomic(Decoder& d) {
+  if (d.has("async")) return decode_store_async(d);
   bool has_result = d.part(0) == "atom";
   d.allow({"relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "global", "shared", "shared::cta",
            "shared::cluster", "add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas", "noftz", "v2", "v4", "v8",

@@ -1,8 +1,8 @@
-// Asynchronous copies: cp.async, bulk copies and reductions, tensor copies, and cluster launch control.
+// Asynchronous copies: cp.async, bulk copies and reductions, tensor copies, st.async and red.async, and cluster launch control.
 //
 // PTX ISA: "cp.async", "cp.async.bulk", "cp.reduce.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor",
-// "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "clusterlaunchcontrol". A copy is a list of steps (engines.h):
-// read the source, write the destination, signal. Bulk groups belong to a thread.
+// "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "st.async", "red.async", "clusterlaunchcontrol". A copy
+// is a list of steps (engines.h): read the source, write the destination, signal. Bulk groups belong to a thread.
 #include <cstring>
 
 #include "bulk.h"
@@ -221,14 +221,14 @@ void decode_bulk(Decoder& d) {
   d.in.execute = run_bulk;
 }
 
-// st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{.vec}.type [address], value, [mbarrier]: a store into a CTA of the
-// cluster that its mbarrier counts.
+// st.async and red.async{...}.shared::cluster.mbarrier::complete_tx::bytes{.op}{.vec}.type [address], value, [mbarrier]: a store
+// into, or a relaxed reduction of, memory of a CTA of the cluster that its mbarrier counts. Both belong to the generic proxy.
 void run_store_async(Warp& w, const Instruction& in, uint32_t mask) {
   const Bulk& op = *static_cast<const Bulk*>(in.extra);
   for_lanes(mask, [&](int lane) {
     uint32_t size = in.size * in.count;
     uint64_t to = lane_address(w, op.slots[0], op.wide[0], op.offsets[0], lane);
-    if (to % size) throw Fault(format("misaligned st.async at 0x%llx", static_cast<unsigned long long>(to)));
+    if (to % size) throw Fault(format("misaligned %s at 0x%llx", op.reduce ? "red.async" : "st.async", static_cast<unsigned long long>(to)));
     uint32_t barrier = static_cast<uint32_t>(lane_address(w, op.slots[2], op.wide[2], op.offsets[2], lane));
     std::vector<CopyTarget> targets = copy_targets(w, static_cast<uint32_t>(to), size, barrier, true, 0, false, 1);
     auto bytes = std::make_shared<std::vector<uint8_t>>(size);
@@ -237,9 +237,19 @@ void run_store_async(Warp& w, const Instruction& in, uint32_t mask) {
       uint64_t value = in.size == 8 ? row<uint64_t>(w, slot)[lane] : row<uint32_t>(w, slot)[lane];
       std::memcpy(bytes->data() + i * in.size, &value, in.size);
     }
-    Agent agent = start_agent(w, in, lane);
+    Agent agent = start_agent(w, in, lane, Races::Proxy::kGeneric);
     CopyTarget target = targets[0];
-    auto write = [=] {
+    auto write = [=, &op] {
+      if (op.reduce) {
+        require_written(target.place, size);
+        if (Races* races = agent.races()) {  // as run_atomic does
+          Clock& cell = races->atomic_cell(*target.place.cta, target.place.offset & ~3u);
+          races->clock(agent.number).join(cell);
+          cell.join(races->clock(agent.number));
+        }
+        reduce_span(op.type, op.reduction, target.place.host(), bytes->data(), 1);
+        return;
+      }
       mark_written(target.place, size);
       note_write(agent, target.place, size);
       std::memcpy(target.place.host(), bytes->data(), size);
@@ -582,9 +592,17 @@ void decode_launch_control(Decoder& d) {
 }  // namespace
 
 void decode_store_async(Decoder& d) {
-  d.allow({"async", "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", "b32", "u32", "s32", "f32", "b64", "u64",
-           "s64", "f64"});
   Bulk op;
+  op.reduce = d.part(0) == "red";
+  if (op.reduce) {
+    d.allow({"async", "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes", "add", "min", "max", "inc", "dec",
+             "and", "or", "xor", "u32", "s32", "u64", "b32"});
+    if (!parse_reduction(d, &op.reduction, &op.type)) d.fail("has no reduction");
+  } else {
+    d.allow({"async", "weak", "relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", "b32", "u32", "s32",
+             "f32", "b64", "u64", "s64", "f64"});
+  }
+  if (!d.has("mbarrier::complete_tx::bytes")) d.fail("to global memory is not known here");
   op.wide[0] = d.address(d.operand(0), &op.slots[0], &op.offsets[0]);
   op.wide[2] = d.address(d.operand(2), &op.slots[2], &op.offsets[2]);
   int bits = type_bits(d.last_part());

@@ -195,6 +195,41 @@ bool decode_carry(Decoder& d) {  // add.cc, addc, addc.cc, sub.cc, subc, mad.lo.
   return true;
 }
 
+// ---- lop3 with a predicate ---------------------------------------------------------------------------------------------------
+
+// lop3.and.b32 d|p, a, b, c, table, q: the plain one, then a predicate of its result, which may be `_`.
+void lop3_predicate(Warp& w, const Instruction& in, uint32_t mask) {
+  uint32_t result[kLanes];
+  const uint32_t *a = row<uint32_t>(w, in.a), *b = row<uint32_t>(w, in.b), *c = row<uint32_t>(w, in.c);
+  uint32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    result[i] = 0;
+    for (int k = 0; k < 8; ++k) {
+      if (in.immediate >> k & 1) result[i] |= (k & 4 ? a[i] : ~a[i]) & (k & 2 ? b[i] : ~b[i]) & (k & 1 ? c[i] : ~c[i]);
+    }
+    any |= uint32_t{result[i] != 0} << i;
+  }
+  uint32_t p = combine(static_cast<Logic>(in.option[0]), any, read_predicate(w, in.p));
+  if (in.d != kNoSlot) for_lanes(mask, [&](int i) { row<uint32_t>(w, in.d)[i] = result[i]; });
+  write_predicate(w, in.e, p, mask);
+}
+
+void decode_lop3(Decoder& d) {
+  Logic logic = parse_logic(d.part(1));
+  if (logic != Logic::kAnd && logic != Logic::kOr) return decode_integer(d);
+  const Parsed& result = d.operand(0);
+  if (result.kind != Parsed::kPair) d.fail("needs a predicate beside its result");
+  d.in.d = d.destination(result.elements[0], 32);
+  d.in.e = d.predicate_destination(result.elements[1]);
+  d.in.a = d.source(d.operand(1), 32);
+  d.in.b = d.source(d.operand(2), 32);
+  d.in.c = d.source(d.operand(3), 32);
+  d.in.immediate = d.integer(d.operand(4));
+  d.in.p = d.predicate_source(d.operand(5));
+  d.in.option[0] = static_cast<uint8_t>(logic);
+  d.in.execute = lop3_predicate;
+}
+
 // ---- decoding ----------------------------------------------------------------------------------------------------------------
 
 }  // namespace
@@ -246,10 +281,11 @@ void decode_predicate_move(Decoder& d) {
 
 void register_integer(Families& f) {
   for (auto name : {"mul24", "mad24", "sad", "rem", "popc", "clz", "brev", "bfind", "bfe", "bfi", "bmsk", "szext",
-                    "dp4a", "prmt", "lop3", "shf", "shl", "shr", "and", "or", "xor", "not", "cnot", "selp", "slct", "addc",
+                    "dp4a", "prmt", "shf", "shl", "shr", "and", "or", "xor", "not", "cnot", "selp", "slct", "addc",
                     "subc", "madc"}) {
     f[name] = decode_integer;
   }
+  f["lop3"] = decode_lop3;
   f["setp"] = decode_setp;
   f["set"] = decode_set;
 }
