@@ -394,7 +394,6 @@ class Forward:
                 self.store(call)
             elif warp == LOAD_WARP:
                 self.load(call)
-        tmem.fence_before()
         self.synchronise()  # nobody uses tensor memory, or waits for the peer's arrivals, any more
         if warp == MMA_WARP:
             tmem.fence_after()
@@ -601,7 +600,6 @@ class Forward:
             if tile == work.ends[stage] - 1:
                 self.query_rings[stage].wait_full(queries[stage])
                 queries[stage] += 1
-            tmem.fence_after()
             query = self.query_operand.descriptor(
                 (self.query_tiles + stage * self.query_elements).toint(), False
             )
@@ -697,7 +695,9 @@ class Forward:
                     )  # fmt: skip
                     factor = softmax.advance(maximum)
                     if i > 0:
-                        self.send(sent, stage, row, factor, None)
+                        # The previous message has been read: its reader let these scores come.
+                        self.slot(stage, row).store(factor)
+                        self.message[stage].arrive()
                         sent += 1
                     sums = [(softmax.total[0], Float32(0.0)), (Float32(0.0), Float32(0.0))]
                     for fragment in cutlass.range_constexpr(FRAGMENTS):
@@ -718,7 +718,10 @@ class Forward:
                     softmax.total[0] = low_sum + high_sum
                     rounds += 1
                 if begin < end:
-                    self.send(sent, stage, row, softmax.total[0], softmax.shift[0])
+                    self.message_read[stage].wait_free(sent)
+                    self.slot(stage, row).store(softmax.total[0])
+                    (self.slot(stage, row) + TILE).store(softmax.shift[0])
+                    self.message[stage].arrive()
                     sent += 1
 
     @cute.jit
@@ -754,13 +757,6 @@ class Forward:
     def slot(self, stage: int, row: Int32) -> cutlass.Pointer:
         """A row's message: its first number here, the second one TILE further on."""
         return self.messages + (stage * 2 * TILE + row)
-
-    def send(self, sent: Int32, stage: int, row: Int32, first, second) -> None:
-        self.message_read[stage].wait_free(sent)
-        self.slot(stage, row).store(first)
-        if second is not None:
-            (self.slot(stage, row) + TILE).store(second)
-        self.message[stage].arrive()
 
     # Correction: four warps, a thread a row of either stage.
 

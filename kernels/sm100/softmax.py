@@ -76,7 +76,8 @@ def exp2_polynomial(x: Pair) -> Pair:
     magic = Float32(EXP2_MAGIC)
     shifted = add2(x, (magic, magic), _DOWN)
     whole = add2(shifted, (-magic, -magic))
-    fraction = add2(x, (-whole[0], -whole[1]))
+    minus_one = Float32(-1.0)
+    fraction = fma2(whole, (minus_one, minus_one), x)
     coefficients = [Float32(c) for c in EXP2_COEFFICIENTS]
     result = (coefficients[-1],) * 2
     for c in reversed(coefficients[:-1]):
