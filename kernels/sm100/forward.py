@@ -152,13 +152,6 @@ class Work:
         return (self.begins[stage] <= tile) & (tile < self.ends[stage])
 
 
-@cute.jit
-def wait_for_pair(barrier: cutlass.Pointer, parity: Int32):
-    """Blocks until the mbarrier's phase has completed, by arrivals from both CTAs of a pair."""
-    while not prims.mbarrier_try_wait_parity(barrier, parity, scope=prims.MBarrierScope.CLUSTER):
-        pass
-
-
 class Channel:
     """An mbarrier whose use k is complete when all of its producers have arrived k + 1 times.
 
@@ -178,7 +171,7 @@ class Channel:
 
     def wait(self, k: Int32) -> None:
         """Waits until use k is complete."""
-        (wait_for_pair if self.shared else wait)(self.barrier, k & 1)
+        wait(self.barrier, k & 1)
 
     def wait_free(self, k: Int32) -> None:
         """Waits until use k - 1 is complete."""
@@ -186,10 +179,17 @@ class Channel:
 
     @cute.jit
     def arrive(self) -> None:
-        """One arrival for a warp; what its lanes did before is ordered before it."""
+        """One arrival for a warp; what its lanes did before is ordered before it.
+
+        Between CTAs only tensor memory accesses are, by tcgen05.fence: a release at cluster scope
+        would wait for all of the warp's memory accesses to reach the L2 cache.
+        """
         cute.arch.sync_warp()
         if prims.elect_sync():
-            prims.mbarrier_arrive(first_of_pair(self.barrier) if self.shared else self.barrier)
+            if cutlass.const_expr(self.shared):
+                prims.mbarrier_arrive(first_of_pair(self.barrier), scope=prims.MemScope.CTA)
+            else:
+                prims.mbarrier_arrive(self.barrier)
 
 
 def first_of_pair(barrier: cutlass.Pointer) -> cutlass.Pointer:
@@ -212,10 +212,6 @@ class LoadRing(Ring):
         for stage in range(self.num_stages):
             prims.mbarrier_init(self.full_barriers.data_ptr() + stage, self.ctas)
             prims.mbarrier_init(self.empty_barriers.data_ptr() + stage, 1)
-
-    def wait_full(self, k: Int32) -> None:
-        parity = k // self.num_stages & 1
-        (wait if self.ctas == 1 else wait_for_pair)(self.full(k), parity)
 
     @cute.jit
     def load(
