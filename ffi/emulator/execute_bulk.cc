@@ -1,8 +1,9 @@
 // Asynchronous copies: cp.async, bulk copies and reductions, tensor copies, st.async and red.async, and cluster launch control.
 //
 // PTX ISA: "cp.async", "cp.async.bulk", "cp.reduce.async.bulk", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor",
-// "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "st.async", "red.async", "clusterlaunchcontrol". A copy
-// is a list of steps (engines.h): read the source, write the destination, signal. Bulk groups belong to a thread.
+// "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "st.async", "red.async", "tensormap.replace",
+// "tensormap.cp_fenceproxy", "clusterlaunchcontrol". A copy is a list of steps (engines.h): read the source, write the
+// destination, signal. Bulk groups belong to a thread.
 #include <cstring>
 
 #include "bulk.h"
@@ -514,6 +515,90 @@ void decode_cp(Decoder& d) {
   }
 }
 
+// ---- tensor maps in memory ---------------------------------------------------------------------------------------------------
+
+struct MapUpdate {
+  MapField field = MapField::kGlobalAddress;
+  int ordinal = 0;
+  Slot value = kNoSlot;  // or the immediate
+  uint64_t immediate = 0;
+  bool wide = false, shared = false, global = false;
+};
+
+// The 128 bytes of a map in shared or global memory, as an access of the generic proxy.
+uint8_t* map_bytes(Warp& w, const Instruction& in, uint64_t address, bool shared, int lane, bool write) {
+  if (address % 64) throw Fault(format("tensor map at 0x%llx is not aligned to 64 bytes", static_cast<unsigned long long>(address)));
+  if (!shared) return check_global(grid_of(w), address, sizeof(TensorMapBits), write);
+  SharedPlace place = locate_shared(w, static_cast<uint32_t>(address), sizeof(TensorMapBits), false);
+  require_written(place, sizeof(TensorMapBits));
+  if (Races* races = races_of(w)) {
+    if (write) races->write(races->thread(w), *place.cta, place.offset, sizeof(TensorMapBits), Races::Proxy::kGeneric, &in);
+    else races->read(races->thread(w), *place.cta, place.offset, sizeof(TensorMapBits), Races::Proxy::kGeneric, &in);
+    races->touch(w, 1u << lane);
+  }
+  return place.host();
+}
+
+void replace_map_field(Warp& w, const Instruction& in, uint32_t mask) {
+  const MapUpdate& op = *static_cast<const MapUpdate*>(in.extra);
+  for_lanes(mask, [&](int lane) {
+    uint64_t address = lane_address(w, in.a, in.option[5], in.immediate, lane);
+    bool shared = op.shared || (!op.global && address >> 32 == kSharedWindow >> 32);
+    uint64_t value = op.value == kNoSlot ? op.immediate : op.wide ? row<uint64_t>(w, op.value)[lane] : row<uint32_t>(w, op.value)[lane];
+    if (const char* why = replace_field(map_bytes(w, in, address, shared, lane, true), op.field, op.ordinal, value)) {
+      throw Fault(format("tensormap.replace: %s", why));
+    }
+  });
+  note_progress(w);
+}
+
+// tensormap.cp_fenceproxy: a warp copies a map from shared to global memory. Its fence of the tensormap proxy is not modelled.
+void copy_map(Warp& w, const Instruction& in, uint32_t mask) {
+  if (mask != kFullMask) throw Fault("tensormap.cp_fenceproxy needs all lanes of the warp");
+  const Bulk& op = *static_cast<const Bulk*>(in.extra);
+  const uint8_t* from = map_bytes(w, in, lane_address(w, op.slots[1], op.wide[1], op.offsets[1], 0), true, 0, false);
+  std::memcpy(map_bytes(w, in, lane_address(w, op.slots[0], op.wide[0], op.offsets[0], 0), false, 0, true), from, sizeof(TensorMapBits));
+  note_progress(w);
+}
+
+// tensormap.replace.tile.field{.space}.b1024.type [address], {ordinal,} value
+void decode_map_replace(Decoder& d) {
+  static const std::unordered_map<std::string_view, MapField> fields = {
+      {"global_address", MapField::kGlobalAddress}, {"rank", MapField::kRank}, {"box_dim", MapField::kBoxDim},
+      {"global_dim", MapField::kGlobalDim}, {"global_stride", MapField::kGlobalStride},
+      {"element_stride", MapField::kElementStride}, {"elemtype", MapField::kElementType},
+      {"interleave_layout", MapField::kInterleave}, {"swizzle_mode", MapField::kSwizzleMode},
+      {"swizzle_atomicity", MapField::kSwizzleAtomicity}, {"fill_mode", MapField::kFillMode}};
+  d.allow({"replace", "tile", d.part(3), "global", "shared::cta", "b1024", "b32", "b64"});
+  auto field = fields.find(d.part(3));
+  if (d.part(2) != "tile" || field == fields.end()) d.fail("names no field of a tiled map");
+  MapUpdate op;
+  op.field = field->second;
+  op.shared = d.has("shared::cta");
+  op.global = d.has("global");
+  d.in.option[5] = d.address(d.operand(0));
+  size_t at = 1;
+  if (op.field >= MapField::kBoxDim && op.field <= MapField::kElementStride) op.ordinal = static_cast<int>(d.integer(d.operand(at++)));
+  if (op.field >= MapField::kElementType) {
+    op.immediate = static_cast<uint64_t>(d.integer(d.operand(at)));
+  } else {
+    op.wide = d.last_part() == "b64";
+    op.value = d.source(d.operand(at), op.wide ? 64 : 32);
+  }
+  d.in.extra = d.keep(op);
+  d.in.execute = replace_map_field;
+}
+
+void decode_map(Decoder& d) {
+  if (d.part(1) == "replace") return decode_map_replace(d);
+  if (d.part(1) != "cp_fenceproxy") d.fail("is not an instruction known here");
+  Bulk op;
+  for (int i = 0; i < 2; ++i) op.wide[i] = d.address(d.operand(i), &op.slots[i], &op.offsets[i]);
+  if (d.integer(d.operand(2)) != sizeof(TensorMapBits)) d.fail("copies 128 bytes");
+  d.in.extra = d.keep(op);
+  d.in.execute = copy_map;
+}
+
 // ---- cluster launch control ------------------------------------------------------------------------------------------------
 
 // The response is opaque to programs; here it is the first CTA's coordinates and whether there is one.
@@ -614,6 +699,7 @@ void decode_store_async(Decoder& d) {
 
 void register_bulk(Families& f) {
   f["cp"] = decode_cp;
+  f["tensormap"] = decode_map;
   f["clusterlaunchcontrol"] = decode_launch_control;
 }
 

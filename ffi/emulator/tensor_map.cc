@@ -1,6 +1,6 @@
 // Encoding, decoding and executing tensor maps.
 //
-// CUDA driver API: cuTensorMapEncodeTiled. PTX ISA: "Tensors", cp.async.bulk.tensor, cp.reduce.async.bulk(.tensor).
+// CUDA driver API: cuTensorMapEncodeTiled. PTX ISA: "Tensors", tensormap.replace, cp.async.bulk.tensor, cp.reduce.async.bulk(.tensor).
 //
 // The first 64 bytes are the hardware's layout, as far as it is known from maps that compilers build inline:
 //   0x00 u64 address | 0x08 u32 flags: 4-6 rank - 1, 7-10 type, 11-12 interleave, 13-14 swizzle
@@ -23,7 +23,8 @@ struct Extension {
   uint32_t mark;
   uint8_t type, swizzle, nan_fill, l2_promotion;
   uint8_t element_strides[5];
-  uint8_t unused[3];
+  uint8_t atomicity;  // of the 128-byte swizzle, as tensormap.replace counts; `swizzle` includes it
+  uint8_t unused[2];
 };
 
 // The hardware's numbers of the types. Those of u16, bf16 and packed 4-bit were seen in maps built inline; the others
@@ -137,6 +138,7 @@ int encode_tiled(TensorMapBits* out, int data_type, uint32_t rank, uint64_t glob
   extension.swizzle = static_cast<uint8_t>(swizzle);
   extension.nan_fill = static_cast<uint8_t>(oob_fill);
   extension.l2_promotion = static_cast<uint8_t>(l2_promotion);
+  extension.atomicity = static_cast<uint8_t>(swizzle > 3 ? swizzle - 3 : 0);
   for (uint32_t d = 0; d < 5; ++d) {
     const uint32_t size = d < rank ? static_cast<uint32_t>(sizes[d] - 1) : 0;
     std::memcpy(at(out, 0x20 + 4 * static_cast<int>(d)), &size, 4);
@@ -177,6 +179,83 @@ bool decode_tensor_map(const void* bytes, TensorMap* map) {
   }
   *map = out;
   return true;
+}
+
+const char* replace_field(void* bytes, MapField field, int ordinal, uint64_t value) {
+  // .elemtype counts otherwise than CUtensorMapDataType.
+  constexpr TensorType kElementTypes[16] = {
+      TensorType::kU8, TensorType::kU16, TensorType::kU32, TensorType::kS32, TensorType::kU64, TensorType::kS64, TensorType::kF16,
+      TensorType::kF32, TensorType::kF32Ftz, TensorType::kF64, TensorType::kBF16, TensorType::kTF32, TensorType::kTF32Ftz,
+      TensorType::k16U4Align8B, TensorType::k16U4Align16B, TensorType::k16U6Align16B};
+  auto* map = static_cast<TensorMapBits*>(bytes);
+  TensorMap now;
+  if (!decode_tensor_map(bytes, &now)) return "the bytes are no tiled map";
+  Extension extension = read<Extension>(bytes, 0x40);
+  if (extension.mark != kMark) {  // a map built inline, or zeros
+    extension = {kMark, static_cast<uint8_t>(now.type), static_cast<uint8_t>(now.swizzle), 0, 0, {1, 1, 1, 1, 1}, 0, {}};
+  }
+  uint32_t flags = read<uint32_t>(bytes, 0x08);
+  auto set = [&](int bit, uint32_t mask, uint32_t to) { flags = (flags & ~(mask << bit)) | to << bit; };
+  if (ordinal < 0 || ordinal > (field == MapField::kGlobalStride ? 3 : 4)) return "the ordinal exceeds the rank of a tensor";
+  const auto number = static_cast<uint32_t>(value);
+  switch (field) {
+    case MapField::kGlobalAddress:
+      if (value % 16 != 0) return "the global address is not aligned to 16 bytes";
+      std::memcpy(at(map, 0x00), &value, 8);
+      break;
+    case MapField::kRank:
+      if (number > 4) return "the rank must be 1 to 5";
+      set(4, 7, number);
+      break;
+    case MapField::kBoxDim:
+      if (number == 0 || number > 256) return "a box dimension is not in 1 to 256";
+      *at(map, 0x37 + ordinal) = static_cast<uint8_t>(number - 1);
+      break;
+    case MapField::kGlobalDim: {
+      if (number == 0) return "a size is 0";
+      const uint32_t last = number - 1;
+      std::memcpy(at(map, 0x20 + 4 * ordinal), &last, 4);
+      break;
+    }
+    case MapField::kGlobalStride: {
+      if (value % 16 != 0 || value >= (uint64_t{1} << 40)) return "a stride is no multiple of 16 bytes below 2^40";
+      const uint32_t low = static_cast<uint32_t>(value >> 4), top = static_cast<uint32_t>(value >> 36);
+      uint32_t high = read<uint32_t>(bytes, 0x1c);
+      high = (high & ~(15u << (4 * ordinal))) | top << (4 * ordinal);
+      std::memcpy(at(map, 0x0c + 4 * ordinal), &low, 4);
+      std::memcpy(at(map, 0x1c), &high, 4);
+      break;
+    }
+    case MapField::kElementStride:
+      if (number == 0 || number > 8) return "an element stride is not in 1 to 8";
+      if (ordinal > 0) extension.element_strides[ordinal] = static_cast<uint8_t>(number);  // dense along the innermost one
+      break;
+    case MapField::kElementType:
+      if (number > 15) return "unknown element type";
+      extension.type = static_cast<uint8_t>(kElementTypes[number]);
+      set(7, 15, kHardwareType[extension.type]);
+      break;
+    case MapField::kInterleave:
+      if (number != 0) return "interleaved layouts are not emulated";
+      break;
+    case MapField::kSwizzleMode:
+      if (number > 3) return "a swizzle mode that is not emulated";
+      set(13, 3, number);
+      break;
+    case MapField::kSwizzleAtomicity:
+      if (number > 3) return "unknown swizzle atomicity";
+      extension.atomicity = static_cast<uint8_t>(number);
+      break;
+    case MapField::kFillMode:
+      if (number > 1) return "unknown fill mode";
+      extension.nan_fill = static_cast<uint8_t>(number);
+      break;
+  }
+  const uint32_t mode = flags >> 13 & 3;
+  extension.swizzle = static_cast<uint8_t>(mode == 3 ? 3 + extension.atomicity : mode);
+  std::memcpy(at(map, 0x08), &flags, 4);
+  std::memcpy(at(map, 0x40), &extension, sizeof(extension));
+  return nullptr;
 }
 
 namespace {

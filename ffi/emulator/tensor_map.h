@@ -46,6 +46,14 @@ int encode_tiled(TensorMapBits* out, int data_type, uint32_t rank, uint64_t glob
                  const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides, int interleave,
                  int swizzle, int l2_promotion, int oob_fill, const char** why = nullptr);
 
+// What tensormap.replace names. Ordinals: dimensions, innermost first; of strides, from that of the second dimension on.
+enum class MapField : uint8_t {
+  kGlobalAddress, kRank, kBoxDim, kGlobalDim, kGlobalStride, kElementStride,
+  kElementType, kInterleave, kSwizzleMode, kSwizzleAtomicity, kFillMode,
+};
+// Gives a field of a map's 128 bytes (which may be zeros still) a value as tensormap.replace encodes it. Null, or the broken rule.
+const char* replace_field(void* bytes, MapField field, int ordinal, uint64_t value);
+
 // False if the bytes are no tiled map. Accepts maps from encode_tiled and those built inline by compilers.
 bool decode_tensor_map(const void* bytes, TensorMap* map);
 
