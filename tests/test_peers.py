@@ -86,35 +86,30 @@ _DEFAULTS = {
     "window": [None, None],
     "deterministic": False,
     "backward": False,
+    "pairs": 0,
 }
 _RUNS = [{}, {"races": True}, {"seed": 1}, {"seed": 2, "races": True}]
-_LONG = {"query_length": 384, "key_length": 512}
+_BOTH = {"backward": True}
+_UNEQUAL = {"query_length": 384, "key_length": 512}
+_CAUSAL = {"query_length": 512, "key_length": 512, "causal": True}
+_WINDOW = {**_UNEQUAL, "window": [100, 30]}
 
+# Requests by name, which begins with the architecture. `pairs`: launches of clusters of two CTAs.
 _CASES = {
-    "sm_100a-h128-full": {**_LONG, "backward": True},
-    "sm_100a-h128-causal": {
-        "causal": True,
-        "query_length": 512,
-        "key_length": 512,
-        "backward": True,
-    },
-    "sm_100a-h128-full-deterministic": {**_LONG, "backward": True, "deterministic": True},
-    "sm_100a-h128-causal-deterministic": {"causal": True, "backward": True, "deterministic": True},
-    "sm_100a-h64-full": {**_LONG, "head_dim": 64, "backward": True},
-    "sm_100a-h64-causal": {"causal": True, "head_dim": 64, "backward": True},
-    "sm_100a-h128-grouped": {"num_heads": 4, "causal": True, "backward": True},
-    "sm_100a-h128-window": {**_LONG, "window": [100, 30], "backward": True},
-    "sm_103a-h128-full": _LONG,
-    "sm_103a-h128-causal": {"causal": True, "query_length": 512, "key_length": 512},
-    "sm_90a-h128-full": {**_LONG, "backward": True},
-    "sm_90a-h128-causal": {
-        "causal": True,
-        "query_length": 512,
-        "key_length": 512,
-        "backward": True,
-    },
-    "sm_90a-h64-grouped": {"num_heads": 4, "head_dim": 64, "backward": True},
-    "sm_90a-h128-window": {**_LONG, "window": [100, 30], "backward": True},
+    "sm_100a-h128-full": {**_UNEQUAL, **_BOTH, "pairs": 2},
+    "sm_100a-h128-causal": {**_CAUSAL, **_BOTH, "pairs": 1},
+    "sm_100a-h128-full-deterministic": {**_UNEQUAL, **_BOTH, "deterministic": True, "pairs": 2},
+    "sm_100a-h128-causal-deterministic": {**_CAUSAL, **_BOTH, "deterministic": True, "pairs": 1},
+    "sm_100a-h64-full": {**_UNEQUAL, **_BOTH, "head_dim": 64},
+    "sm_100a-h64-causal": {**_CAUSAL, **_BOTH, "head_dim": 64},
+    "sm_100a-h128-grouped": {**_BOTH, "num_heads": 4, "causal": True, "pairs": 1},
+    "sm_100a-h128-window": {**_WINDOW, **_BOTH, "pairs": 1},
+    "sm_103a-h128-full": {**_UNEQUAL, "pairs": 1},
+    "sm_103a-h128-causal": _CAUSAL,
+    "sm_90a-h128-full": {**_UNEQUAL, **_BOTH},
+    "sm_90a-h128-causal": {**_CAUSAL, **_BOTH},
+    "sm_90a-h64-grouped": {**_BOTH, "num_heads": 4, "head_dim": 64},
+    "sm_90a-h128-window": {**_WINDOW, **_BOTH},
 }
 
 
@@ -128,6 +123,7 @@ def test_flash_attention_4(case, serve):
     num_kernels = 1 + 3 * request["backward"]
     for run, options in zip(runs, _RUNS, strict=True):
         assert len(run["launches"]) >= num_kernels
+        assert sum(launch["cluster"][0] == 2 for launch in run["launches"]) == request["pairs"]
         for name, error in run["errors"].items():
             assert error <= run["bounds"][name], f"{name} of {options}: {error}"
     # What is summed in a fixed order has the same bits under every schedule. Only dq is added up in
@@ -141,13 +137,14 @@ def test_flash_attention_4(case, serve):
         assert len({run["digests"][name] for run in runs}) == 1, name
 
 
-def test_nvfp4_gemm(serve):
+@pytest.mark.parametrize(("tutorial", "cluster"), [("nvfp4_gemm_0", 1), ("nvfp4_gemm_1", 2)])
+def test_nvfp4_gemm(tutorial, cluster, serve):
     """The exact product of the quantized values, rounded once: half a unit in the last place."""
     examples = os.environ.get("FA4_JAX_CUTE_EXAMPLES")
     if examples is None:
         pytest.skip("FA4_JAX_CUTE_EXAMPLES is not set")
     _require("cutlass", "torch", "tvm_ffi", "ml_dtypes")
-    request = {"m": 256, "n": 512, "k": 512, "runs": _RUNS}
-    for run in serve("nvfp4.py", examples).ask(request)["runs"]:
-        assert len(run["launches"]) == 1
+    request = {"m": 512, "n": 512, "k": 512, "runs": _RUNS}
+    for run in serve("nvfp4.py", examples, tutorial).ask(request)["runs"]:
+        assert [launch["cluster"] for launch in run["launches"]] == [[cluster, 1, 1]]
         assert run["error"] <= 0.51

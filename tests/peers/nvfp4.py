@@ -1,8 +1,9 @@
 """An NVFP4 GEMM of CUTLASS's CuTe-DSL tutorials on the emulator; tests/test_peers.py starts it as
 
-    python nvfp4.py EXAMPLES DIRECTORY < requests > replies
+    python nvfp4.py EXAMPLES MODULE DIRECTORY < requests > replies
 
-EXAMPLES: the folder examples/python/CuTeDSL of CUTLASS.
+EXAMPLES: the folder examples/python/CuTeDSL of CUTLASS. MODULE: nvfp4_gemm_0, or nvfp4_gemm_1
+whose products are of two CTAs.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ def operand(generator: np.random.Generator, rows: int, columns: int):
 def answer(device: capture.Device, tutorial, request: dict) -> dict:
     """Compiles the GEMM and multiplies A [m,k] by the transpose of B [n,k].
 
-    request: m, n, k (multiples of 128, 256 and 256) and runs: options of the emulator for each.
+    request: m, n, k (multiples of 256) and runs: options of the emulator for each.
     reply: for each run `launches` and `error`, in units in the last place of the float16 output.
     """
     import cutlass
@@ -77,10 +78,10 @@ def answer(device: capture.Device, tutorial, request: dict) -> dict:
 
 
 if __name__ == "__main__":
-    examples, directory = sys.argv[1:]
+    examples, name, directory = sys.argv[1:]
     capture.set_environment("sm_100a", NUM_SMS)
     pretended = capture.Device("sm_100a", NUM_SMS, directory)
     pretended.install()
     sys.path.insert(0, examples)
-    module = importlib.import_module("cute.blackwell.tutorial.tutorial_gemm.nvfp4_gemm_0")
+    module = importlib.import_module(f"cute.blackwell.tutorial.tutorial_gemm.{name}")
     capture.serve(lambda request: answer(pretended, module, request))
