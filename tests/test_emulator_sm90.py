@@ -9,7 +9,7 @@ persistent grid takes several tiles and its rings go round, and checks for races
 
 import os
 
-# The library reads these once, at its first emulated call.
+# The library reads the first at its first emulated call, the second at every one.
 os.environ.setdefault("FA4_JAX_EMULATED_SMS", "2")
 os.environ.setdefault("FA4_JAX_EMULATED_RACES", "1")
 
