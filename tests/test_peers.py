@@ -1,8 +1,8 @@
 """Kernels of other projects, unmodified, on the emulator: see peers/capture.py.
 
-FA4_JAX_PEERS_PYTHON: a Python with flash-attn-4, nvidia-cutlass-dsl[cu13], triton and torch (a
-build for the CPU does); this one if unset. FA4_JAX_CUTE_EXAMPLES: the folder
-examples/python/CuTeDSL of CUTLASS.
+FA4_JAX_PEERS_PYTHON: a Python, this one if unset, with flash-attn-4 (4.0.0b36 was tried),
+nvidia-cutlass-dsl[cu13], torch (2.13.0, a build for the CPU), triton and ml_dtypes.
+FA4_JAX_CUTE_EXAMPLES: the folder examples/python/CuTeDSL of CUTLASS.
 """
 
 import json
@@ -19,12 +19,20 @@ _HERE = pathlib.Path(__file__).resolve().parent / "peers"
 _PYTHON = os.environ.get("FA4_JAX_PEERS_PYTHON", sys.executable)
 
 
+# Prints which of its arguments are not installed.
+_MISSING = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        print(name)
+"""
+
+
 def _require(*packages: str) -> None:
-    """Skips where the Python lacks one of these modules."""
-    find = (
-        "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])"
-    )
-    command = [_PYTHON, "-c", find, *packages]
+    """Skips where the Python lacks one of these."""
+    command = [_PYTHON, "-c", _MISSING, *packages]
     missing = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     if missing:
         pytest.skip(f"{_PYTHON} has no {', '.join(missing)}; set FA4_JAX_PEERS_PYTHON")
@@ -116,7 +124,7 @@ _CASES = {
 @pytest.mark.parametrize("case", _CASES)
 def test_flash_attention_4(case, serve):
     """Within twice the error of a 16-bit computation, under every schedule, and without a race."""
-    _require("flash_attn.cute", "cutlass", "torch", "triton")
+    _require("flash-attn-4", "nvidia-cutlass-dsl", "torch", "triton")
     request = {**_DEFAULTS, **_CASES[case], "runs": _RUNS}
     runs = serve("attention.py", case.partition("-")[0]).ask(request)["runs"]
 
@@ -143,7 +151,7 @@ def test_nvfp4_gemm(tutorial, cluster, serve):
     examples = os.environ.get("FA4_JAX_CUTE_EXAMPLES")
     if examples is None:
         pytest.skip("FA4_JAX_CUTE_EXAMPLES is not set")
-    _require("cutlass", "torch", "tvm_ffi", "ml_dtypes")
+    _require("nvidia-cutlass-dsl", "torch", "apache-tvm-ffi", "ml_dtypes")
     request = {"m": 512, "n": 512, "k": 512, "runs": _RUNS}
     for run in serve("nvfp4.py", examples, tutorial).ask(request)["runs"]:
         assert [launch["cluster"] for launch in run["launches"]] == [[cluster, 1, 1]]

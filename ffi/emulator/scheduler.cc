@@ -473,6 +473,7 @@ Outcome run_cluster(Cluster& cluster) {
     }
     if (cluster.instructions - since > (yielded ? options.idle_limit / 64 : options.idle_limit)) return Outcome::kSpinning;
   }
+  while (cluster.adversarial && step_any(cluster)) {}
   finish_cluster(cluster);
   return Outcome::kFinished;
 }
