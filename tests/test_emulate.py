@@ -50,15 +50,24 @@ def test_neighbours_with_nearly_the_same_opcodes_have_one_role():
     assert found[1][1] == collections.Counter({f"op{i}": 4 for i in range(9)} | {"st": 1})
 
 
-def test_a_right_kernel_and_its_counts(tmp_path, capsys, monkeypatch):
-    """Forward and backward, two schedules, in the report and in the file."""
+def test_the_environment_is_as_before(monkeypatch):
     monkeypatch.setenv("FA4_JAX_EMULATED_SEED", "9")
+    monkeypatch.delenv("FA4_JAX_EMULATED_TRACE", raising=False)
+    before = dict(os.environ)
+    with emulate.environment(SEED=3, TRACE="x", ARCH=None):
+        changed = {"FA4_JAX_EMULATED_SEED": "3", "FA4_JAX_EMULATED_TRACE": "x"}
+        assert dict(os.environ) == before | changed
+    assert dict(os.environ) == before
+
+
+def test_a_right_kernel_and_its_counts(tmp_path):
+    """Forward and backward, two schedules, in the report and in the file."""
     path = tmp_path / "counts.json"
     flags = f"{SMALL} --causal --backward --races --seeds 0,2 --trace {path}"
-    assert emulate.main(flags.split()) == 0
-    assert os.environ["FA4_JAX_EMULATED_SEED"] == "9"
+    run = [sys.executable, "-m", "fa4_jax", "emulate", *flags.split()]
+    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
 
-    first, second, blank, *roles = capsys.readouterr().out.splitlines()
+    first, second, blank, *roles = printed.splitlines()
     assert first.startswith("seed 0 ")
     assert second.startswith("seed 2 ")
     for line in (first, second):
