@@ -15,7 +15,7 @@ RUN := $(CURDIR)/$(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
 test: lint build
-	$(RUN)/python -m pytest -m "not gpu" $(ARGUMENTS)
+	$(RUN)/python -m pytest -m "not gpu and (not slow or package)" --numprocesses $(JOBS) --dist loadfile $(ARGUMENTS)
 
 train: build
 	$(RUN)/python examples/train_char_lm.py $(ARGUMENTS)

@@ -206,8 +206,12 @@ def plot(curves: dict[str, np.ndarray], path: pathlib.Path) -> None:
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--implementation", help="fa4, xla or emulated; by default the best one")
-    parser.add_argument("--compare", action="store_true", help="train with xla and with fa4")
-    parser.add_argument("--quantization", help="a quantised path for all but xla")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train with xla, and again with fa4 or, where it is given, with --quantization",
+    )
+    parser.add_argument("--quantization", help="a quantised path, such as nvfp4_fp8")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="the plot")
     defaults = DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
@@ -218,14 +222,17 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]
 
 
 def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
-    """Runs the example; returns the loss curve of each implementation trained."""
+    """Runs the example; returns the loss curve of each training, by what attention it used."""
     arguments, config = parse_arguments(argv)
     text = jnp.asarray(standard_library())
     print(f"{jax.devices()[0].device_kind}: {config}, {text.size / 1e6:.1f} MB of Python")
     B, T, N, K = config.batch, config.length, config.heads, config.kv_heads
+    trainings = [(arguments.implementation, arguments.quantization)]
+    if arguments.compare:
+        exact = arguments.quantization is None
+        trainings = [("xla", None), ("fa4", None) if exact else ("xla", arguments.quantization)]
     curves = {}
-    for implementation in ("xla", "fa4") if arguments.compare else (arguments.implementation,):
-        quantization = arguments.quantization if implementation != "xla" else None
+    for implementation, quantization in trainings:
         call = info.call((B, T, T, N, K, HEAD_DIM), "bfloat16", True, quantization=quantization)
         name, account = info.explain(*call, implementation)
         if name is None:
@@ -235,12 +242,13 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
             fa4_jax.flax.attention_fn, implementation=implementation, quantization=quantization
         )
         losses, logits_fn = train(config, attention_fn, text, arguments.seed)
-        curves[name] = losses
+        curves[name if quantization is None else f"{name} {quantization}"] = losses
         print(f"loss {losses[0]:.3f} -> {losses[-len(losses) // 10 :].mean():.3f} nats per byte")
         continued = sample(logits_fn, PROMPT, SAMPLED, T, jax.random.key(arguments.seed))
         print(f"{continued.decode(errors='replace')}\n")
     if arguments.compare:
-        difference = np.abs(curves["fa4"] - curves["xla"])
+        first, second = curves.values()
+        difference = np.abs(first - second)
         print(
             f"largest difference of the losses: {difference.max():.4f} (step "
             f"{difference.argmax() + 1}), mean {difference.mean():.4f}"

@@ -77,6 +77,17 @@ def test_compare(example, monkeypatch, tmp_path, capsys):
     assert plot.exists()
 
 
+@pytest.mark.slow
+def test_compare_with_quantization(example, tmp_path):
+    """The quantised training route against the exact one, from the same seeds."""
+    chosen = ["--steps", "20", "--compare", "--quantization", "nvfp4_fp8"]
+    curves = example.main([*TINY, *chosen, "--output", str(tmp_path / "loss.png")])
+    exact, quantized = curves.values()
+    assert list(curves) == ["xla", "xla nvfp4_fp8"]
+    assert (quantized != exact).any()
+    assert abs(quantized[-5:].mean() - exact[-5:].mean()) < 0.1
+
+
 def test_sample_reads_the_bytes_before(example):
     """Each byte follows from the one before it, inside the context and beyond it."""
 
