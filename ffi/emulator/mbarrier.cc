@@ -190,7 +190,7 @@ void wait(Warp& w, const Instruction& in, uint32_t mask) {
       if (place.offset == last) return;
       last = place.offset;
       races->use_barrier(races->thread(w), *place.cta, place.offset, Races::Proxy::kGeneric, &in);
-      races->acquire(w, races->barrier_done(*place.cta, place.offset));
+      races->acquire_barrier(w, races->barrier_done(*place.cta, place.offset));
     });
   }
   write_predicate(w, in.d, result, mask);

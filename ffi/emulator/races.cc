@@ -115,6 +115,11 @@ void Races::sync_lanes(Warp& w) {
   agent.touched = 0;
   agent.common = own(thread(w))++;
 }
+void Races::acquire_barrier(Warp& w, const Clock& from) {
+  Agent& agent = agents_[thread(w)];
+  agent.clock.join(from);
+  agent.common = std::max(agent.common, at(from.order, thread(w)));
+}
 Clock Races::passed_on(const Warp& w, uint32_t lanes) const {
   uint32_t number = thread(w);
   const Agent& agent = agents_[number];

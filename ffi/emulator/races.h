@@ -62,6 +62,8 @@ class Races {
   void release(Warp& w, Clock& to, uint32_t lanes = ~0u);  // and the warp's next accesses are not covered
   void release_relaxed(Warp& w, Clock& to);  // what earlier fences have released, and mbarrier initialisations
   void acquire(Warp& w, const Clock& from) { clock(thread(w)).join(from); }
+  // From an mbarrier, which also hands what a warp's lanes released to it back to each of them.
+  void acquire_barrier(Warp& w, const Clock& from);
   void memory_fence(Warp& w);
   void proxy_fence(Warp& w, uint32_t lanes);
   void init_fence(Warp& w);
