@@ -218,7 +218,7 @@ def _check_flag(name: str, flag: Any) -> bool:
 
 def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
     """Returns them with a batch axis, and whether they came with one."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: x if isinstance(x, quantize.Quantized) else jnp.asarray(x)
         for name, x in (("query", query), ("key", key), ("value", value))
     }
@@ -235,6 +235,8 @@ def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, 
             f"query, key and value must have one dtype of {', '.join(DTYPES)}, got {given}"
         )
     has_batch = ranks == {4}
+    if not has_batch and any(isinstance(x, quantize.Quantized) for x in arrays.values()):
+        raise ValueError(f"quantised query, key and value must be 4-D, got {given}")
     q, k, v = (x if has_batch else x[None] for x in arrays.values())
     B, _, N, H = q.shape
     S, K = k.shape[1:3]

@@ -76,18 +76,19 @@ class _Call:
 
     def run(self, kernels: Callable, fallback: Callable, *arguments):
         """Lowers to ``kernels`` or ``fallback``, as the platform of the program asks."""
-        if self.platform is None:
+        platform = self.platform
+        if platform is None:
             return lax.platform_dependent(*arguments, cuda=kernels, default=fallback)
 
         def refuse(*arguments):
             leaves = jax.tree.leaves(arguments)
             traced, types = jax.make_jaxpr(kernels, return_shape=True)(*arguments)
             results = _refused_p.bind(
-                *leaves, avals=tuple(traced.out_avals), message=_WRONG_PLATFORM[self.platform]
+                *leaves, avals=tuple(traced.out_avals), message=_WRONG_PLATFORM[platform]
             )
             return jax.tree.unflatten(jax.tree.structure(types), results)
 
-        return lax.platform_dependent(*arguments, default=refuse, **{self.platform: kernels})
+        return lax.platform_dependent(*arguments, default=refuse, **{platform: kernels})
 
     def spec(self) -> AttentionSpec:
         return AttentionSpec(left=self.left, right=self.right, scale=None)

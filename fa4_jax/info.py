@@ -13,7 +13,7 @@ import collections
 import ctypes
 import importlib.metadata
 import platform
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -161,7 +161,7 @@ def call(
     window: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     deterministic: bool = False,
-    quantization: Hashable | None = None,
+    quantization: quantize.QuantizationConfig | str | None = None,
     arrays: Collection[str] = (),
 ) -> tuple[AttentionSpec, Operands]:
     """The canonical form of a call, with ``jax.ShapeDtypeStruct`` in the place of arrays.
