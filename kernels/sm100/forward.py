@@ -4,11 +4,12 @@ One persistent CTA per SM takes pairs of 128-row query tiles (stages 0 and 1) on
 another and walks their keys from the last visible tile of 128 down. While the tensor cores work
 on one stage, the other stage's softmax runs.
 
-    warps          role                                                    registers (H = 128, 96)
-    0-3,  4-7      softmax of stage 0 and 1, a thread a query row          192   192   176 (sm_103a)
-    8-11           correction: rescales O, normalises, writes lse          72    72    64
-    12             MMA: allocates tensor memory, issues all products       56    56    96
-    13, 14, 15     TMA stores of out; TMA loads; idle                      "
+                                                                    registers:  H = 64  sm_103a
+    warps        role
+    0-3, 4-7     softmax of stage 0 and 1, a thread a query row         192       200     176
+    8-11         correction: rescales O, normalises, writes lse         72        64      64
+    12           MMA: allocates tensor memory, issues all products      56        48      96
+    13, 14, 15   TMA stores of out; TMA loads; idle                     56        48      96
 
 Per stage s and key tile j (S, P, O are the stage's; -> is an mbarrier):
 
@@ -25,17 +26,18 @@ Per stage s and key tile j (S, P, O are the stage's; -> is an mbarrier):
 
     ring     buffers    filled by        drained by
     query    1 a stage  TMA (load warp)  commit of the last S of the stage
-    kv       3 (10)     TMA (load warp)  commits of the products; K(j), V(j), K(j-1), ...
+    kv       3 to 10    TMA (load warp)  commits of the products; K(j), V(j), K(j-1), ...
     message  1 a stage  softmax          correction
     out      1 a stage  correction       store warp, when TMA has read it
 
 Each stage has its own range of key tiles, so that causal masks waste no products; a tile that
 only one stage sees is used by that stage alone.
 
-Shared memory (H = 128), buffers in blocks of 64 columns (32 for H = 96), rows of 128 (64) bytes,
+Shared memory, buffers in blocks of 64 columns (the second half empty at H = 96), rows of 128 bytes,
 swizzled as TMA writes and tcgen05 reads them:
 
-    query 2 x 128 x H: 64 KiB   out 2 x 128 x H: 64 KiB   kv 3 x 128 x H: 96 KiB
+    H = 128, 96: query 2 x 32 KiB   out 2 x 32 KiB   kv 3 x 32 KiB (pairs: 6 x 16 KiB)
+    H = 64:      query 2 x 16 KiB   out 2 x 16 KiB   kv 10 x 16 KiB
     messages: 2 stages x 2 numbers x 128 rows
 
 Tensor memory, 512 columns of 128 lanes; row i of a query tile is lane i:
