@@ -55,7 +55,7 @@ class Variant:
 
 
 def find_variants() -> list[Variant]:
-    """Every variant that the kernel modules declare, sorted by architecture and name.
+    """Every variant that the kernel modules declare, the oldest architecture first, then by name.
 
     Raises:
       BuildError: a module does not import, or two kernels share a name.
@@ -72,7 +72,9 @@ def find_variants() -> list[Variant]:
         raise BuildError(f"cannot list the kernels:\n{listing.stderr}")
     # The DSL may print notes of its own before the last line.
     found = [Variant(*fields) for fields in json.loads(listing.stdout.splitlines()[-1])]
-    found.sort(key=lambda variant: (variant.architecture, variant.name))
+    # The number of sm_90a, so that it comes before sm_100a.
+    number = lambda variant: int("".join(filter(str.isdigit, variant.architecture)))  # noqa: E731
+    found.sort(key=lambda variant: (number(variant), variant.architecture, variant.name))
     for one, other in itertools.pairwise(found):
         if one.name == other.name:
             raise BuildError(f"two kernels are called {one.name}: {one.module}, {other.module}")

@@ -297,8 +297,10 @@ def test_without_a_bundle(monkeypatch):
 
 def test_quantization_is_never_dropped():
     for name in (None, "xla", "fa4", ("fa4", "xla")):
-        with pytest.raises(NotImplementedError, match="quantization='fp3'"):
+        with pytest.raises(ValueError, match=r"quantization='fp3'.*'nvfp4_fp8'"):
             fa4_jax.dot_product_attention(*H16, quantization="fp3", implementation=name)
+    with pytest.raises(NotImplementedError, match=r"quantization=.*no quantised kernel"):
+        fa4_jax.dot_product_attention(*H16, quantization="fp8", implementation="fa4")
 
 
 # --- Lowering and export --------------------------------------------------------------------------

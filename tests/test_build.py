@@ -261,9 +261,14 @@ def test_a_kernel_that_uses_local_memory_is_refused(tiny):
 def test_the_matrix_has_a_forward_and_a_backward_for_every_call():
     pytest.importorskip("cutlass")
     found = build.find_variants()
-    assert {variant.architecture for variant in found} == {"sm_90a"}
+    architectures = list(dict.fromkeys(variant.architecture for variant in found))
+    assert architectures == ["sm_90a", "sm_100a", "sm_103a"]
     names = {variant.name for variant in found}
     for dtype in ("bf16", "f16"):
         for mask in ("full", "causal", "window"):
             assert f"sm90_forward_{dtype}_h128_{mask}" in names
             assert f"sm90_backward_{dtype}_h128_{mask}" in names
+            for blackwell in ("sm100", "sm103"):
+                assert any(
+                    name.startswith(f"{blackwell}_forward_{dtype}_h128_{mask}") for name in names
+                )
