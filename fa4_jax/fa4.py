@@ -431,11 +431,27 @@ def _named(mesh, specs):
     )
 
 
+def _without_mesh(function: Callable) -> Callable:
+    """Traces ``function`` as a program for one shard, whose arrays have no shardings.
+
+    The partitioner traces it where the user's mesh may still be in context; with Explicit axes
+    the shard's own operations would then be taken for operations on the whole mesh.
+    """
+
+    @functools.wraps(function)
+    def traced(*arguments):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*arguments)
+
+    return traced
+
+
 def _partition_forward(call: _Call, mesh, arguments, results):
     (inputs,) = arguments
     shards = _shards(mesh, inputs)
     group = inputs.query.shape[2] // inputs.key.shape[2]
 
+    @_without_mesh
     def local(inputs):
         inputs, _ = _localise(shards, call, inputs, group)
         return _forward_local(call, inputs)
@@ -453,6 +469,7 @@ def _partition_backward(call: _Call, mesh, arguments, results):
     num_kv_heads = inputs.key.shape[2]
     group = inputs.query.shape[2] // num_kv_heads
 
+    @_without_mesh
     def local(inputs, saved):
         inputs, kv_head = _localise(shards, call, inputs, group)
         dq, dk, dv = _backward_local(call, inputs, saved)
