@@ -475,8 +475,8 @@ def test_43_remat(implementation):
     for name, options in ((chosen, {"mask": mask}), (implementation, {"is_causal": True})):
         loss = lambda q, n=name, o=options: D(q, k, v, **o, implementation=n).sum(dtype=jnp.float32)  # noqa: E731
         found, expected = (jax.jit(jax.grad(f))(q) for f in (jax.checkpoint(loss), loss))
-        # The kernels add the query gradient in any order.
-        atol = 0 if name == "xla" else 2**-8 * np.abs(np.asarray(expected, np.float32)).max()
+        # Two programs: XLA may round each its own way, and the kernels add dq in any order.
+        atol = 2**-8 * np.abs(np.asarray(expected, np.float32)).max()
         np.testing.assert_allclose(*np.float32([found, expected]), rtol=0, atol=atol)
 
 
