@@ -401,11 +401,7 @@ def _partitioned(operation: Callable, partition: Callable, result_types: Callabl
 
     @functools.cache
     def partitioned(call: _Call):
-        # custom_partitioning reads the signature, which a partial of *args does not show.
-        if operation is _forward_local:
-            function = custom_partitioning(lambda inputs: operation(call, inputs))
-        else:
-            function = custom_partitioning(lambda inputs, saved: operation(call, inputs, saved))
+        function = custom_partitioning(functools.partial(operation, call))
         function.def_partition(
             partition=functools.partial(partition, call), sharding_rule=_sharding_rule
         )
