@@ -15,6 +15,7 @@ Protocol between a kernel module and ``kernels/build.py``:
   :class:`TensorMap`  ``cutlass.GridConstant[cuda.TensorMap]`` (carries box, swizzle, dtype)
   :class:`Pointer`    ``cute.Pointer`` to global memory, element type of the operand
   :class:`S32`        ``cutlass.Int32``
+  :class:`F32`        ``cutlass.Float32``
   =================  ==================================================================
 
 * The kernel needs no host function: the build makes one, which launches ``kernel`` with
@@ -31,19 +32,20 @@ Protocol between a kernel module and ``kernels/build.py``:
                 name="sm90_forward_bf16_h128_causal",
                 architecture="sm_90a",
                 operation="forward",
-                select={"dtype": "bf16", "head_dim": 128, "mask": "causal"},
+                select={"dtype": "bf16", "head_dim": 128, "mask": "causal", "logits": "plain"},
                 threads=384,
                 grid=("T/128", "N", "B"),
                 params=(
                     abi.TensorMap("query", box=(64, 1, 128, 1), swizzle=128),
                     abi.Pointer("lse"),
                     abi.S32("T"),
+                    abi.F32("logits_soft_cap"),
                 ),
             )
 
         @cute.kernel
         def kernel(self, query: cutlass.GridConstant[cuda.TensorMap], lse: cute.Pointer,
-                   length: cutlass.Int32): ...
+                   length: cutlass.Int32, logits_soft_cap: cutlass.Float32): ...
 
 This module needs no DSL; the manifest format is described at :meth:`KernelSpec.to_manifest`.
 """
@@ -61,9 +63,22 @@ from typing import Any, Protocol
 # specifications per compute capability).
 SHARED_LIMIT = 227 * 1024
 
-# Dimensions and attributes that a handler offers to grids and scalar parameters.
-# Tp is T rounded up to 128, Hp is H rounded up to 64 (the padded scratch shapes).
-SYMBOLS = ("B", "T", "S", "N", "K", "H", "Hv", "Tp", "Hp", "window_left", "window_right", "num_sms")
+# Dimensions and integer attributes that a handler offers to grids and 32-bit integer parameters.
+# Tp is T rounded up to 128, Hp is H rounded up to 64 (the padded scratch shapes); row_blocks is
+# the number of blocks of SEGMENT_ROWS rows, T's in the forward and S's in the backward.
+SYMBOLS = (
+    *("B", "T", "S", "N", "K", "H", "Hv", "Tp", "Hp", "row_blocks"),
+    *("window_left", "window_right", "num_sms"),
+)
+
+# Attributes that are float32. logits_soft_cap is 0 where the call has none.
+F32_SYMBOLS = ("logits_soft_cap",)
+
+# segment_bounds has four numbers (begin, end, clear_begin, clear_end) per block of so many rows.
+# Rows are queries and columns keys in the forward, the reverse in the backward. Columns outside
+# [begin, end) share no segment with any row of the block, those in [clear_begin, clear_end) share
+# it with every row; an empty range has end <= begin. Lengths and windows are not counted.
+SEGMENT_ROWS = 64
 
 # operation -> operand -> (dimensions, element type); "data" is the type that `select dtype` names.
 _COMMON = {
@@ -74,9 +89,13 @@ _COMMON = {
     "query_seq_lengths": ("B", "s32"),
     "key_value_seq_lengths": ("B", "s32"),
     "query_offset": ("B", "s32"),
+    "query_segment_ids": ("B T", "s32"),
+    "key_value_segment_ids": ("B S", "s32"),
+    "segment_bounds": ("B row_blocks 4", "s32"),
     "out": ("B T N Hv", "data"),
     "lse": ("B T N", "f32"),
 }
+_FORWARD = _COMMON | {"sinks": ("B N", "f32")}
 _BACKWARD = _COMMON | {
     "dout": ("B T N Hv", "data"),
     "dlse": ("B T N", "f32"),
@@ -88,7 +107,7 @@ _BACKWARD = _COMMON | {
     "delta": ("B N Tp", "f32"),
 }
 OPERANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "forward": _COMMON,
+    "forward": _FORWARD,
     "backward_preprocess": _BACKWARD,
     "backward": _BACKWARD,
     "backward_postprocess": _BACKWARD,
@@ -128,7 +147,36 @@ class S32:
     symbol: str
 
 
-Parameter = TensorMap | Pointer | S32
+@dataclasses.dataclass(frozen=True)
+class F32:
+    """A float32 attribute, see ``F32_SYMBOLS``."""
+
+    symbol: str
+
+
+Parameter = TensorMap | Pointer | S32 | F32
+
+PROBLEM: tuple[Parameter, ...] = (
+    Pointer("scale"),
+    Pointer("query_seq_lengths"),
+    Pointer("key_value_seq_lengths"),
+    Pointer("query_offset"),
+    Pointer("query_segment_ids"),
+    Pointer("key_value_segment_ids"),
+    Pointer("segment_bounds"),
+    S32("B"),
+    S32("T"),
+    S32("S"),
+    S32("N"),
+    S32("K"),
+    S32("window_left"),
+    S32("window_right"),
+    F32("logits_soft_cap"),
+)
+"""The last parameters of every attention kernel: what is to be computed, whatever its tiles are.
+
+All variants declare all of them; one that a variant does not read costs nothing.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +189,8 @@ class KernelSpec:
       operation: a key of ``OPERANDS``.
       select: what a call must ask for to get this kernel. A key that is absent does not matter to
         the kernel. Keys: ``dtype`` (bf16, f16), ``head_dim`` (largest H and Hv served),
-        ``mask`` (full, causal, window).
+        ``mask`` (full, causal, window, segments; a window kernel serves full and causal calls
+        for which there is no other), ``logits`` (plain, capped).
       threads: threads of a CTA, a multiple of 32.
       grid: factors of the CTA count: symbols, ``X/c`` (rounded up), integers.
       params: kernel parameters in order.
@@ -215,6 +264,8 @@ class KernelSpec:
     def _check_parameter(self, parameter: Parameter, require: Callable[[bool, str], None]) -> None:
         if isinstance(parameter, S32):
             require(parameter.symbol in SYMBOLS, f"unknown symbol {parameter.symbol!r}")
+        elif isinstance(parameter, F32):
+            require(parameter.symbol in F32_SYMBOLS, f"unknown float32 symbol {parameter.symbol!r}")
         else:
             operands = OPERANDS[self.operation]
             operand = parameter.operand
@@ -283,13 +334,16 @@ class KernelSpec:
                     lines.append(f"param pointer {operand}")
                 case S32(symbol):
                     lines.append(f"param s32 {symbol}")
+                case F32(symbol):
+                    lines.append(f"param f32 {symbol}")
         return "\n".join(lines) + "\n"
 
 
 _SELECT: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in ("bf16", "f16"),
     "head_dim": lambda value: isinstance(value, int) and value > 0 and value % 8 == 0,
-    "mask": lambda value: value in ("full", "causal", "window"),
+    "mask": lambda value: value in ("full", "causal", "window", "segments"),
+    "logits": lambda value: value in ("plain", "capped"),
 }
 
 

@@ -48,6 +48,8 @@ def check_parameters(spec: abi.KernelSpec, ptx: str) -> str:
             found.append(abi.Pointer)
         elif re.search(r"\.[usb]32\b", parameter):
             found.append(abi.S32)
+        elif re.search(r"\.f32\b", parameter):
+            found.append(abi.F32)
         else:
             raise CompileError(f"{spec.name}: the launcher cannot pass the parameter {parameter}")
     declared = [type(parameter) for parameter in spec.params]

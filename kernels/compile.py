@@ -54,6 +54,7 @@ def compile_kernel(kernel: abi.Kernel) -> tuple[bytes, str, str]:
             _host(kernel, spec),
             cutlass.Int64(0),
             cutlass.Int32(0),
+            cutlass.Float32(0),
             options=(f"--gpu-arch={spec.architecture} --keep-ptx --keep-cubin --dump-dir={dumps}"),
         )
     cubin, ptx = compiled.artifacts.CUBIN, normalise_ptx(compiled.artifacts.PTX)
@@ -85,9 +86,11 @@ def _host(kernel: abi.Kernel, spec: abi.KernelSpec) -> Any:
         "s32": cutlass.Int32,
     }
 
-    def placeholder(parameter: abi.Parameter, address: Any, number: Any) -> Any:
+    def placeholder(parameter: abi.Parameter, address: Any, integer: Any, real: Any) -> Any:
         if isinstance(parameter, abi.S32):
-            return number
+            return integer
+        if isinstance(parameter, abi.F32):
+            return real
         dtype = types[spec.element_type(parameter.operand)]
         if isinstance(parameter, abi.Pointer):
             return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
@@ -101,8 +104,8 @@ def _host(kernel: abi.Kernel, spec: abi.KernelSpec) -> Any:
             swizzle=cuda.TensorMapSwizzle[swizzle],
         )
 
-    def placeholders(address: Any, number: Any) -> list[Any]:
-        return [placeholder(parameter, address, number) for parameter in spec.params]
+    def placeholders(*numbers: Any) -> list[Any]:
+        return [placeholder(parameter, *numbers) for parameter in spec.params]
 
     configuration = {"grid": spec.cluster, "block": (spec.threads, 1, 1), "smem": spec.shared}
     if spec.cluster != (1, 1, 1):
@@ -112,8 +115,8 @@ def _host(kernel: abi.Kernel, spec: abi.KernelSpec) -> Any:
         configuration["min_blocks_per_mp"] = spec.ctas_per_sm
 
     @cute.jit
-    def host(address: cutlass.Int64, number: cutlass.Int32):
-        kernel.kernel(*placeholders(address, number)).launch(**configuration)
+    def host(address: cutlass.Int64, integer: cutlass.Int32, real: cutlass.Float32):
+        kernel.kernel(*placeholders(address, integer, real)).launch(**configuration)
 
     return host
 

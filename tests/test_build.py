@@ -14,7 +14,7 @@ SPEC = abi.KernelSpec(
     name="sm90_forward_bf16_h128_causal",
     architecture="sm_90a",
     operation="forward",
-    select={"dtype": "bf16", "head_dim": 128, "mask": "causal"},
+    select={"dtype": "bf16", "head_dim": 128, "mask": "causal", "logits": "plain"},
     threads=384,
     cluster=(2, 1, 1),
     grid=("T/128", "N", "B", 2),
@@ -23,6 +23,7 @@ SPEC = abi.KernelSpec(
         abi.TensorMap("query", box=(64, 1, 128, 1), swizzle=128),
         abi.Pointer("lse"),
         abi.S32("window_left"),
+        abi.F32("logits_soft_cap"),
     ),
 )
 
@@ -38,6 +39,7 @@ def test_manifest_block():
         "select dtype bf16\n"
         "select head_dim 128\n"
         "select mask causal\n"
+        "select logits plain\n"
         "threads 384\n"
         "cluster 2 1 1\n"
         "shared 1024\n"
@@ -46,6 +48,7 @@ def test_manifest_block():
         "param tensor_map query box 64 1 128 1 swizzle 128\n"
         "param pointer lse\n"
         "param s32 window_left\n"
+        "param f32 logits_soft_cap\n"
     )
 
 
@@ -56,6 +59,8 @@ def test_manifest_block():
         ({"architecture": "hopper"}, "architecture 'hopper'"),
         ({"operation": "sideways"}, "operation 'sideways'"),
         ({"select": {"dtype": "f64"}}, "select dtype has the bad value 'f64'"),
+        ({"select": {"mask": "segment"}}, "select mask has the bad value 'segment'"),
+        ({"select": {"logits": "soft"}}, "select logits has the bad value 'soft'"),
         ({"select": {"colour": "red"}}, "select key 'colour'"),
         ({"threads": 100}, "threads 100"),
         ({"threads": 2048}, "threads 2048"),
@@ -67,7 +72,10 @@ def test_manifest_block():
         ({"ctas_per_sm": 0}, "ctas_per_sm 0"),
         ({"shared": abi.SHARED_LIMIT + 1}, "shared 232449 bytes"),
         ({"params": (abi.S32("X"),)}, "unknown symbol 'X'"),
+        ({"params": (abi.S32("logits_soft_cap"),)}, "unknown symbol 'logits_soft_cap'"),
+        ({"params": (abi.F32("T"),)}, "unknown float32 symbol 'T'"),
         ({"params": (abi.Pointer("dq"),)}, "unknown operand 'dq' of forward"),
+        ({"operation": "backward", "params": (abi.Pointer("sinks"),)}, "unknown operand 'sinks'"),
         ({"params": (abi.TensorMap("query", (64, 128)),)}, "needs 4 extents"),
         ({"params": (abi.TensorMap("query", (64, 1, 257, 1)),)}, "needs 4 extents in 1..256"),
         ({"params": (abi.TensorMap("query", (64, 1, 8, 1), 96),)}, "swizzle 96 of query"),
@@ -92,7 +100,8 @@ PTX = """\
 .visible .entry mangled(
 \t.param .align 64 .b8 mangled_param_0[128],
 \t.param .u64 .ptr .global .align 16 mangled_param_1,
-\t.param .u32 mangled_param_2
+\t.param .u32 mangled_param_2,
+\t.param .f32 mangled_param_3
 )
 {
 \t.loc 1 2 3
@@ -118,7 +127,8 @@ def test_parameters_are_held_against_the_declaration():
     ("old", "new", "message"),
     [
         (".u32 mangled_param_2", ".u64 mangled_param_2", "parameter 2 differs"),
-        (",\n\t.param .u32 mangled_param_2", "", "parameter 2 differs"),
+        (".f32 mangled_param_3", ".b32 mangled_param_3", "parameter 3 differs.* 'S32'.* 'F32'"),
+        (",\n\t.param .f32 mangled_param_3", "", "parameter 3 differs"),
         ("mangled_param_0[128]", "mangled_param_0[64]", "the launcher cannot pass"),
         (".entry", ".func", "0 entries"),
     ],
