@@ -7,6 +7,7 @@ writes the loss curve. ::
 
     python examples/train_char_lm.py                    # about a minute on two CPU cores
     python examples/train_char_lm.py --compare          # on a GPU: xla and fa4 from the same seeds
+    python examples/train_char_lm.py --devices 2        # each step's batch split over two devices
 
 Needs ``fa4-jax-ffi[flax]`` (Flax brings optax) and matplotlib.
 """
@@ -24,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 
 import fa4_jax
@@ -115,8 +118,8 @@ def standard_library() -> np.ndarray:
     return np.frombuffer(b"\n".join(f.read_bytes() for f in files), np.uint8)
 
 
-def train(config: Config, attention_fn, text: jax.Array, seed: int):
-    """Trains from ``seed``.
+def train(config: Config, attention_fn, text: np.ndarray, seed: int, mesh: Mesh):
+    """Trains from ``seed``: parameters on every device of ``mesh``, the batch split over them.
 
     Returns:
       The losses ``[steps]``, and the trained model as a function tokens -> logits that ``jax.jit``
@@ -143,11 +146,15 @@ def train(config: Config, attention_fn, text: jax.Array, seed: int):
         params, moments = state
         starts = jax.random.randint(key, (config.batch,), 0, text.size - config.length)
         tokens = text[starts[:, None] + jnp.arange(config.length + 1)].astype(jnp.int32)
+        # All that data parallelism needs: attention, like the rest, follows its inputs.
+        tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, P("data")))
         loss, gradients = jax.value_and_grad(loss_fn)(params, tokens)
         updates, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), loss
 
-    state = params, optimizer.init(params)
+    everywhere = NamedSharding(mesh, P())
+    text = jax.device_put(text, everywhere)
+    state = jax.device_put((params, optimizer.init(params)), everywhere)
     losses, started = [], time.perf_counter()
     for i in range(config.steps):
         state, loss = step(state, text, jax.random.fold_in(jax.random.key(seed), i))
@@ -212,6 +219,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]
         help="train with xla, and again with fa4 or, where it is given, with --quantization",
     )
     parser.add_argument("--quantization", help="a quantised path, such as nvfp4_fp8")
+    parser.add_argument("--devices", type=int, default=1, help="devices to split the batch over")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="the plot")
     defaults = DEFAULTS["cpu" if jax.default_backend() == "cpu" else "gpu"]
@@ -224,8 +232,17 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]
 def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
     """Runs the example; returns the loss curve of each training, by what attention it used."""
     arguments, config = parse_arguments(argv)
-    text = jnp.asarray(standard_library())
-    print(f"{jax.devices()[0].device_kind}: {config}, {text.size / 1e6:.1f} MB of Python")
+    if not 0 < arguments.devices <= jax.device_count() or config.batch % arguments.devices:
+        raise SystemExit(
+            f"--devices {arguments.devices}: there are {jax.device_count()}, and they must divide "
+            f"the batch of {config.batch}"
+        )
+    devices = jax.devices()[: arguments.devices]
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    text = standard_library()
+    print(
+        f"{len(devices)} x {devices[0].device_kind}: {config}, {text.size / 1e6:.1f} MB of Python"
+    )
     B, T, N, K = config.batch, config.length, config.heads, config.kv_heads
     trainings = [(arguments.implementation, arguments.quantization)]
     if arguments.compare:
@@ -241,7 +258,7 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
         attention_fn = functools.partial(
             fa4_jax.flax.attention_fn, implementation=implementation, quantization=quantization
         )
-        losses, logits_fn = train(config, attention_fn, text, arguments.seed)
+        losses, logits_fn = train(config, attention_fn, text, arguments.seed, mesh)
         curves[name if quantization is None else f"{name} {quantization}"] = losses
         print(f"loss {losses[0]:.3f} -> {losses[-len(losses) // 10 :].mean():.3f} nats per byte")
         continued = sample(logits_fn, PROMPT, SAMPLED, T, jax.random.key(arguments.seed))

@@ -77,6 +77,28 @@ def test_compare(example, monkeypatch, tmp_path, capsys):
     assert plot.exists()
 
 
+def losses_on(example, devices: int, steps: int, plot: pathlib.Path, *more: str) -> np.ndarray:
+    """Of a run whose batch is split over some devices."""
+    arguments = [*TINY, "--steps", str(steps), "--devices", str(devices), "--output", str(plot)]
+    (losses,) = example.main([*arguments, *more]).values()
+    return losses
+
+
+def test_data_parallel(example, tmp_path):
+    """Four devices with a batch entry each; only the order of the sums over the batch differs."""
+    one, four = (
+        losses_on(example, devices, 8, tmp_path / "p", "--implementation", "xla")
+        for devices in (1, 4)
+    )
+    np.testing.assert_allclose(four, one, atol=0.02)
+
+
+@pytest.mark.parametrize("devices", [0, 3, 16])
+def test_devices_that_cannot_share_the_batch_are_refused(example, devices, tmp_path):
+    with pytest.raises(SystemExit, match=f"--devices {devices}"):
+        losses_on(example, devices, 1, tmp_path / "p")
+
+
 @pytest.mark.slow
 def test_compare_with_quantization(example, tmp_path):
     """The quantised training route against the exact one, from the same seeds."""
@@ -109,3 +131,11 @@ def test_compare_on_a_gpu(example, tmp_path, capsys):
     assert "attention is computed by 'fa4': the bundle's cubins" in capsys.readouterr().out
     np.testing.assert_allclose(curves["fa4"][:10], curves["xla"][:10], atol=0.01)
     np.testing.assert_allclose(curves["fa4"], curves["xla"], atol=0.1)
+
+
+@pytest.mark.multi_gpu
+def test_data_parallel_on_two_gpus(example, tmp_path):
+    """The kernels in a training step whose batch is split over two GPUs: the losses of one GPU."""
+    one, two = (losses_on(example, devices, 40, tmp_path / "p") for devices in (1, 2))
+    np.testing.assert_allclose(two[:10], one[:10], atol=0.01)
+    np.testing.assert_allclose(two, one, atol=0.1)
