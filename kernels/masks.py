@@ -2,11 +2,16 @@
 
 Key j is visible to query i of the same batch element when all of
 
-    i < query_length,  j < key_length,  i + shift_left <= j <= i + shift_right
+    i < query_length,  j < key_length,  i + shift_left <= j <= i + shift_right,
+    query_segment_ids[i] == key_value_segment_ids[j]
 
 hold, where the shifts fold ``query_offset`` and the window into one number each. The relation is
 symmetric under exchange of queries and keys (:meth:`Visibility.transposed`), so one set of methods
 serves a query tile that walks keys (forward) and a key tile that walks queries (backward).
+
+Which tiles segments make necessary cannot be computed from a few numbers as for the other
+conditions: ``segment_bounds`` says it, per block of ``abi.SEGMENT_ROWS`` rows. Elements of a tile
+that it does not call clear are compared id by id.
 
 Everything here is straight-line code on traced 32-bit integers or on register fragments.
 """
@@ -16,7 +21,9 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
+
+from .abi import SEGMENT_ROWS
 
 # How an absent window side is passed; also the bound that keeps sums of positions in 32 bits.
 UNLIMITED = 2**30
@@ -30,29 +37,125 @@ class MaskKind:
       name: as in ``select mask`` of the manifest.
       left: keys before ``i + shift_left`` are hidden.
       right: keys after ``i + shift_right`` are hidden.
+      segments: keys of other segments are hidden.
     """
 
     name: str
     left: bool
     right: bool
+    segments: bool = False
 
     def transposed(self) -> MaskKind:
         """The kind as a key sees its queries."""
-        return MaskKind(self.name, left=self.right, right=self.left)
+        return dataclasses.replace(self, left=self.right, right=self.left)
 
 
 FULL = MaskKind("full", left=False, right=False)
 CAUSAL = MaskKind("causal", left=False, right=True)
 WINDOW = MaskKind("window", left=True, right=True)
+SEGMENTS = MaskKind("segments", left=True, right=True, segments=True)
+KINDS = (FULL, CAUSAL, WINDOW, SEGMENTS)
+
+
+def load(pointer: cute.Pointer, index: Int32):
+    """``pointer[index]`` of global memory."""
+    return cute.make_tensor(pointer, cute.make_layout(1 << 30))[index]
 
 
 @cute.jit
-def load_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
+def load_or(pointer: cute.Pointer, index: Int32, default: Int32 | Float32) -> Int32 | Float32:
     """``pointer[index]``, or ``default`` where the pointer is null (an absent operand)."""
     value = default
     if pointer.toint() != 0:
-        value = cute.make_tensor(pointer, cute.make_layout(1 << 30))[index]
+        value = load(pointer, index)
     return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be computed: the traced arguments of ``abi.PROBLEM``, in its order.
+
+    Pointers are to global memory, of whole operands; those of absent ones are null.
+    """
+
+    scale: cute.Pointer
+    query_seq_lengths: cute.Pointer
+    key_value_seq_lengths: cute.Pointer
+    query_offset: cute.Pointer
+    query_segment_ids: cute.Pointer
+    key_value_segment_ids: cute.Pointer
+    segment_bounds: cute.Pointer
+    batch_size: Int32
+    num_queries: Int32
+    num_keys: Int32
+    num_heads: Int32
+    num_kv_heads: Int32
+    window_left: Int32
+    window_right: Int32
+    logits_soft_cap: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Segment ids of one batch element, and the bounds of the blocks of rows of the operation.
+
+    Attributes:
+      row_ids, column_ids: the batch element's ids.
+      num_rows, num_columns: how many there are, whatever the sequence lengths.
+      bounds: the whole operand; its blocks are of rows, so it serves one orientation only.
+    """
+
+    batch: Int32
+    row_ids: cute.Pointer
+    column_ids: cute.Pointer
+    num_rows: Int32
+    num_columns: Int32
+    bounds: cute.Pointer
+
+    def transposed(self) -> Segments:
+        """Rows and columns exchanged. The bounds stay: they are those of the new rows."""
+        return Segments(
+            self.batch, self.column_ids, self.row_ids, self.num_columns, self.num_rows, self.bounds
+        )
+
+    def row_id(self, row: Int32) -> Int32:
+        """Id of a row; of the last one for rows past the end."""
+        return load(self.row_ids, cutlass.min(row, self.num_rows - 1))
+
+    def column_id(self, column: Int32) -> Int32:
+        """Id of a column; of the last one for columns past the end."""
+        return load(self.column_ids, cutlass.min(column, self.num_columns - 1))
+
+    def ranges(self, first_row: Int32, rows: int, end_row: Int32) -> tuple[Int32, ...]:
+        """(begin, end, clear_begin, clear_end) of the rows ``first_row + [0, rows)``.
+
+        No column outside [begin, end) shares a segment with any of the rows, all columns in
+        [clear_begin, clear_end) do with all of them. Blocks from ``end_row`` on do not count. Empty
+        ranges have ``end <= begin``.
+
+        Args:
+          first_row: a multiple of ``SEGMENT_ROWS``, like ``rows``.
+        """
+        num_blocks = (self.num_rows + (SEGMENT_ROWS - 1)) // SEGMENT_ROWS
+        bounds = self.bounds + Int64(self.batch) * num_blocks * 4
+        begin, end = self.num_columns, Int32(0)
+        clear_begin, clear_end = Int32(0), self.num_columns
+        for block in range(rows // SEGMENT_ROWS):
+            row = first_row + block * SEGMENT_ROWS
+            index = cutlass.min(row // SEGMENT_ROWS, num_blocks - 1)
+            block_begin, block_end, block_clear_begin, block_clear_end = (
+                load(bounds, 4 * index + i) for i in range(4)
+            )
+            counts = row < end_row
+            # The range of a block without any must not stretch that of the others.
+            some = cutlass.and_(counts, block_begin < block_end)
+            begin = cutlass.select_(some, cutlass.min(begin, block_begin), begin)
+            end = cutlass.select_(some, cutlass.max(end, block_end), end)
+            inner_begin = cutlass.max(clear_begin, block_clear_begin)
+            inner_end = cutlass.min(clear_end, block_clear_end)
+            clear_begin = cutlass.select_(counts, inner_begin, clear_begin)
+            clear_end = cutlass.select_(counts, inner_end, clear_end)
+        return begin, end, clear_begin, clear_end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +163,11 @@ class Visibility:
     """The mask of one batch element; all numbers are traced Int32.
 
     Rows are queries and columns keys (or the reverse, after :meth:`transposed`).
+
+    Attributes:
+      num_rows, num_columns: those within the sequence lengths.
+      shift_left, shift_right: as in the module's docstring.
+      segments: None unless the kind has them.
     """
 
     kind: MaskKind
@@ -67,28 +175,21 @@ class Visibility:
     num_columns: Int32
     shift_left: Int32
     shift_right: Int32
+    segments: Segments | None
 
     @classmethod
-    def of_batch(
-        cls,
-        kind: MaskKind,
-        batch: Int32,
-        num_queries: Int32,
-        num_keys: Int32,
-        query_seq_lengths: cute.Pointer,
-        key_value_seq_lengths: cute.Pointer,
-        query_offset: cute.Pointer,
-        window_left: Int32,
-        window_right: Int32,
-    ) -> Visibility:
-        """Reads the (nullable, int32 ``[B]``) per-batch operands."""
-        query_length = load_or(query_seq_lengths, batch, num_queries)
-        key_length = load_or(key_value_seq_lengths, batch, num_keys)
+    def of_batch(cls, kind: MaskKind, batch: Int32, problem: Problem) -> Visibility:
+        """Reads the per-batch operands."""
+        num_queries, num_keys = problem.num_queries, problem.num_keys
+        window_left, window_right = problem.window_left, problem.window_right
+        query_length = load_or(problem.query_seq_lengths, batch, num_queries)
+        key_length = load_or(problem.key_value_seq_lengths, batch, num_keys)
         shift_left, shift_right = Int32(0), Int32(0)
         if kind.left or kind.right:
             # Window sides are >= 0 and at most UNLIMITED, offsets lie within +-UNLIMITED. The
             # offset's upper end gives way by one so that offset + window stays below 2**31.
-            offset = cutlass.min(load_or(query_offset, batch, Int32(0)), Int32(UNLIMITED - 1))
+            offset = load_or(problem.query_offset, batch, Int32(0))
+            offset = cutlass.min(offset, Int32(UNLIMITED - 1))
         if kind.left:
             reach = cutlass.max(offset - window_left, Int32(-UNLIMITED))
             shift_left = cutlass.select_(window_left >= UNLIMITED, Int32(-UNLIMITED), reach)
@@ -97,12 +198,23 @@ class Visibility:
         elif kind.right:
             reach = cutlass.min(offset + window_right, Int32(UNLIMITED))
             shift_right = cutlass.select_(window_right >= UNLIMITED, Int32(UNLIMITED), reach)
+        segments = None
+        if kind.segments:
+            segments = Segments(
+                batch,
+                problem.query_segment_ids + Int64(batch) * num_queries,
+                problem.key_value_segment_ids + Int64(batch) * num_keys,
+                num_queries,
+                num_keys,
+                problem.segment_bounds,
+            )
         return cls(
             kind,
             cutlass.min(num_queries, cutlass.max(query_length, Int32(0))),
             cutlass.min(num_keys, cutlass.max(key_length, Int32(0))),
             Int32(shift_left),
             Int32(shift_right),
+            segments,
         )
 
     def transposed(self) -> Visibility:
@@ -113,12 +225,14 @@ class Visibility:
             self.num_rows,
             -self.shift_right,
             -self.shift_left,
+            None if self.segments is None else self.segments.transposed(),
         )
 
     def columns(self, first_row: Int32, rows: int | Int32) -> tuple[Int32, Int32]:
         """Half-open range of columns that some row of ``first_row + [0, rows)`` sees.
 
-        Rows past ``num_rows`` do not count. An empty range has ``end <= begin``.
+        Segments are left aside. Rows past ``num_rows`` do not count. An empty range has
+        ``end <= begin``.
         """
         last_row = cutlass.min(first_row + rows, self.num_rows) - 1
         begin, end = Int32(0), self.num_columns
@@ -130,15 +244,22 @@ class Visibility:
         return begin, cutlass.select_(first_row < self.num_rows, end, Int32(0))
 
     def all_columns(self) -> tuple[Int32, Int32]:
-        """Half-open range of columns that any row at all sees: what lies outside may hold NaN."""
+        """Half-open range of columns that any row at all sees: what lies outside may hold NaN.
+
+        (Segments are left aside: columns of a segment without rows arrive as zeros.)
+        """
         return self.columns(Int32(0), self.num_rows)
 
     def tiles(self, first_row: Int32, rows: int, tile: int) -> tuple[Int32, Int32]:
         """Half-open range of ``tile``-column tiles that rows ``first_row + [0, rows)`` need.
 
-        An empty range is returned as (0, 0).
+        An empty range is returned as (0, 0). With segments, ``first_row`` and ``rows`` are
+        multiples of ``SEGMENT_ROWS``.
         """
         begin, end = self.columns(first_row, rows)
+        if self.segments is not None:
+            shared_begin, shared_end, _, _ = self.segments.ranges(first_row, rows, self.num_rows)
+            begin, end = cutlass.max(begin, shared_begin), cutlass.min(end, shared_end)
         some = begin < end
         return (
             cutlass.select_(some, begin // tile, Int32(0)),
@@ -160,6 +281,10 @@ class Visibility:
             last_row = cutlass.min(first_row + rows, self.num_rows) - 1
             hidden = cutlass.max(last_row + self.shift_left, Int32(0))
             begin = cutlass.max(begin, (hidden + (tile - 1)) // tile)
+        if self.segments is not None:
+            _, _, clear_begin, clear_end = self.segments.ranges(first_row, rows, self.num_rows)
+            begin = cutlass.max(begin, (clear_begin + (tile - 1)) // tile)
+            end = cutlass.min(end, clear_end // tile)
         begin = cutlass.min(begin, needed_end)
         end = cutlass.min(end, needed_end)
         return begin, cutlass.max(begin, end)
@@ -174,6 +299,9 @@ class Visibility:
           row: global row of this thread's element 0 (the thread also holds ``row + 8``).
           column: global column of this thread's element 0.
         """
+        columns = [8 * (i // 4) + i % 2 for i in range(cute.size(fragment))]
+        if self.segments is not None:
+            ids = {n: self.segments.column_id(column + n) for n in sorted(set(columns))}
         for half in range(2):
             this_row = row + 8 * half
             end = self.num_columns
@@ -181,12 +309,15 @@ class Visibility:
                 end = cutlass.min(end, this_row + self.shift_right + 1)
             end = end - column
             begin = this_row + self.shift_left - column
-            for i in range(cute.size(fragment)):
+            if self.segments is not None:
+                row_id = self.segments.row_id(this_row)
+            for i, offset in enumerate(columns):
                 if (i // 2) % 2 == half:
-                    offset = 8 * (i // 4) + i % 2
                     visible = offset < end
                     if self.kind.left:
                         visible = cutlass.and_(visible, offset >= begin)
+                    if self.segments is not None:
+                        visible = cutlass.and_(visible, ids[offset] == row_id)
                     fragment[i] = Float32(cutlass.select_(visible, fragment[i], Float32(fill)))
 
 

@@ -70,7 +70,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from .. import abi
-from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Visibility
+from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Problem, Visibility
 from ..pipelines import Ring, wait, zero_rows
 from ..schedulers import TileOrder
 from ..softmax import LOG2_E, pack
@@ -459,9 +459,12 @@ class Forward:
     def work(self, call: Call, row_tile: Int32, batch_head: Int32) -> Work:
         batch, head = batch_head // call.num_heads, batch_head % call.num_heads
         visibility = Visibility.of_batch(
-            self.kind, batch, call.num_queries, call.num_keys,
-            call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
-            call.window_left, call.window_right,
+            self.kind, batch,
+            Problem(
+                call.scale, call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
+                None, None, None, call.batch_size, call.num_queries, call.num_keys, call.num_heads,
+                call.num_kv_heads, call.window_left, call.window_right, None,
+            ),
         )  # fmt: skip
         rows = self.ctas * TILE
         firsts = [row_tile * (STAGES * rows) + stage * rows for stage in range(STAGES)]

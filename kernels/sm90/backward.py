@@ -218,14 +218,12 @@ class Backward:
         visibility = masks.Visibility.of_batch(
             self.kind,
             batch,
-            num_queries,
-            num_keys,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            query_offset,
-            window_left,
-            window_right,
-        )
+            masks.Problem(
+                scale, query_seq_lengths, key_value_seq_lengths, query_offset, None, None, None,
+                None, num_queries, num_keys, num_heads, num_kv_heads, window_left, window_right,
+                None,
+            ),
+        )  # fmt: skip
         seen = visibility.transposed()
         begin, end = seen.tiles(first_key, TILE_KEYS, self.tile_m)
         work = Work(batch, kv_head, group, first_key, begin, end - begin, seen)

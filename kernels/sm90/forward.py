@@ -45,7 +45,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental import primitives as prims
 
 from .. import abi
-from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Visibility, fragment_origin
+from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Problem, Visibility, fragment_origin
 from ..pipelines import Ring, load_boxes, wait, zero_rows
 from ..schedulers import TileOrder
 from ..softmax import LOG2_E, OnlineSoftmax, convert, normalise, pack, rescale
@@ -228,9 +228,12 @@ class Forward:
 
     def visibility(self, call: Call, batch: Int32) -> Visibility:
         return Visibility.of_batch(
-            self.kind, batch, call.num_queries, call.num_keys,
-            call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
-            call.window_left, call.window_right,
+            self.kind, batch,
+            Problem(
+                call.scale, call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
+                None, None, None, call.batch_size, call.num_queries, call.num_keys, call.num_heads,
+                call.num_kv_heads, call.window_left, call.window_right, None,
+            ),
         )  # fmt: skip
 
     # Producer: one warp.
