@@ -2,7 +2,8 @@
 
 Everything is already checked and in canonical form here: no empty dimension, head dims multiples
 of 8 up to 128, query heads a multiple of kv heads, windows and offsets within ``+-UNLIMITED``.
-The handlers check ranks, dtypes and shapes once more before they use a stride.
+The handlers check ranks, dtypes and shapes once more before they use a stride. A typed call has a
+fixed number of operands: an array that is None here is passed with its rank and a shape of zeros.
 
 The lowered program names the operation and its static attributes, never an architecture: the
 kernel is chosen on the device. For that reason the shapes of scratch results are rounded up to the
@@ -37,6 +38,9 @@ QUERY_TILE = 128
 HEAD_TILE = 64
 """Scratch arrays have H rounded up to this: the 16-bit columns of one 128-byte swizzle atom."""
 
+SEGMENT_ROWS = 64
+"""Rows of a block of ``segment_bounds``: every tile of the kernels is a whole number of them."""
+
 
 def forward(
     query: Array,
@@ -46,9 +50,14 @@ def forward(
     query_seq_lengths: Array | None,
     key_value_seq_lengths: Array | None,
     query_offset: Array | None,
+    query_segment_ids: Array | None,
+    key_value_segment_ids: Array | None,
+    segment_bounds: Array | None,
+    sinks: Array | None,
     *,
     window_left: int,
     window_right: int,
+    logits_soft_cap: float,
 ) -> tuple[Array, Array]:
     """Calls ``fa4_jax.forward.v1``.
 
@@ -60,8 +69,17 @@ def forward(
       query_seq_lengths: int32 ``[B]``, or None: all of T.
       key_value_seq_lengths: int32 ``[B]``, or None: all of S.
       query_offset: int32 ``[B]`` within ``+-UNLIMITED``, or None: 0.
+      query_segment_ids: int32 ``[B, T]``, or None: all of one segment.
+      key_value_segment_ids: int32 ``[B, S]``, given exactly when query_segment_ids is.
+      segment_bounds: int32 ``[B, ceil(T / SEGMENT_ROWS), 4]``, given exactly when the ids are: for
+        each block of query rows ``(begin, end, clear_begin, clear_end)``. Keys outside
+        ``[begin, end)`` share no segment with any row of the block, those in
+        ``[clear_begin, clear_end)`` share it with every row; an empty range has end <= begin.
+      sinks: float32 ``[B, N]``, an extra logit of each head that is neither scaled nor capped, or
+        None.
       window_left: keys visible before a query's position, at most ``UNLIMITED``.
       window_right: keys visible after it, at most ``UNLIMITED``.
+      logits_soft_cap: scaled logits z become ``cap * tanh(z / cap)``; 0: they stay.
 
     Returns:
       Output ``[B, T, N, Hv]`` in query's dtype and log-sum-exp, float32 ``[B, T, N]``.
@@ -79,11 +97,16 @@ def forward(
         key,
         value,
         scale,
-        _or_empty(query_seq_lengths, jnp.int32),
-        _or_empty(key_value_seq_lengths, jnp.int32),
-        _or_empty(query_offset, jnp.int32),
+        _or_absent(query_seq_lengths, 1, jnp.int32),
+        _or_absent(key_value_seq_lengths, 1, jnp.int32),
+        _or_absent(query_offset, 1, jnp.int32),
+        _or_absent(query_segment_ids, 2, jnp.int32),
+        _or_absent(key_value_segment_ids, 2, jnp.int32),
+        _or_absent(segment_bounds, 3, jnp.int32),
+        _or_absent(sinks, 2, jnp.float32),
         window_left=np.int32(window_left),
         window_right=np.int32(window_right),
+        logits_soft_cap=np.float32(logits_soft_cap),
     )
     return out, lse
 
@@ -100,20 +123,26 @@ def backward(
     query_seq_lengths: Array | None,
     key_value_seq_lengths: Array | None,
     query_offset: Array | None,
+    query_segment_ids: Array | None,
+    key_value_segment_ids: Array | None,
+    segment_bounds: Array | None,
     *,
     window_left: int,
     window_right: int,
+    logits_soft_cap: float,
 ) -> tuple[Array, Array, Array]:
     """Calls ``fa4_jax.backward.v1``.
 
     Args:
       query, key, value: as for :func:`forward`.
       out: ``[B, T, N, Hv]`` in query's dtype, of the forward call.
-      lse: float32 ``[B, T, N]``, of the forward call.
+      lse: float32 ``[B, T, N]``, of the forward call; sinks are in it and need no other mention.
       dout: cotangent of ``out``.
       dlse: cotangent of ``lse``, or None: zero.
-      scale, query_seq_lengths, key_value_seq_lengths, query_offset, window_left, window_right:
-        as for :func:`forward`.
+      scale, query_seq_lengths, key_value_seq_lengths, query_offset, query_segment_ids,
+        key_value_segment_ids, window_left, window_right, logits_soft_cap: as for :func:`forward`.
+      segment_bounds: int32 ``[B, ceil(S / SEGMENT_ROWS), 4]``: as there with keys as rows and
+        queries as columns.
 
     Returns:
       The cotangents of query, key and value, in their shapes and dtype.
@@ -141,20 +170,23 @@ def backward(
         out,
         lse,
         dout,
-        _or_empty(dlse, jnp.float32),
+        _or_absent(dlse, 3, jnp.float32),
         scale,
-        _or_empty(query_seq_lengths, jnp.int32),
-        _or_empty(key_value_seq_lengths, jnp.int32),
-        _or_empty(query_offset, jnp.int32),
+        _or_absent(query_seq_lengths, 1, jnp.int32),
+        _or_absent(key_value_seq_lengths, 1, jnp.int32),
+        _or_absent(query_offset, 1, jnp.int32),
+        _or_absent(query_segment_ids, 2, jnp.int32),
+        _or_absent(key_value_segment_ids, 2, jnp.int32),
+        _or_absent(segment_bounds, 3, jnp.int32),
         window_left=np.int32(window_left),
         window_right=np.int32(window_right),
+        logits_soft_cap=np.float32(logits_soft_cap),
     )
     return dq, dk, dv
 
 
-def _or_empty(x: Array | None, dtype: DTypeLike) -> Array:
-    """An absent array becomes an empty one: a typed call has a fixed number of operands."""
-    return jnp.zeros((0,), dtype) if x is None else x
+def _or_absent(x: Array | None, rank: int, dtype: DTypeLike) -> Array:
+    return jnp.zeros((0,) * rank, dtype) if x is None else x
 
 
 def _round_up(size: int, multiple: int) -> int:

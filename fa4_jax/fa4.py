@@ -506,7 +506,9 @@ def _forward_local(call: _Call, inputs: _Inputs):
         )
 
     def kernels(inputs):
-        return custom_calls.forward(*inputs, **call.attributes())
+        return custom_calls.forward(
+            *inputs, None, None, None, None, **call.attributes(), logits_soft_cap=0.0
+        )
 
     def fallback(inputs):
         return xla.forward(call.spec(), Operands(**inputs._asdict()))
@@ -520,7 +522,11 @@ def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
 
     def kernels(inputs, saved):
         query, key, value, *per_batch = inputs
-        return custom_calls.backward(query, key, value, *saved, *per_batch, **call.attributes())
+        return custom_calls.backward(
+            *(query, key, value, *saved, *per_batch, None, None, None),
+            **call.attributes(),
+            logits_soft_cap=0.0,
+        )
 
     def fallback(inputs, saved):
         gradients = xla.backward(call.spec(), Operands(**inputs._asdict()), *saved)

@@ -4,13 +4,42 @@
 #ifndef FA4_JAX_FFI_ARGUMENTS_H_
 #define FA4_JAX_FFI_ARGUMENTS_H_
 
-#include <string>
+#include <cstdint>
+#include <utility>
 
 #include "operands.h"
 #include "status.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace fa4_jax {
+
+// The declared types of what Arguments::AddProblem takes.
+using PerBatchF32 = xla::ffi::Buffer<xla::ffi::DataType::F32, 1>;
+using PerBatchS32 = xla::ffi::Buffer<xla::ffi::DataType::S32, 1>;
+using SegmentIds = xla::ffi::Buffer<xla::ffi::DataType::S32, 2>;
+using SegmentBounds = xla::ffi::Buffer<xla::ffi::DataType::S32, 3>;
+
+// Binds them, in that order.
+template <typename Binding>
+auto BindProblem(Binding binding) {
+  return std::move(binding)
+      .template Arg<PerBatchF32>()  // scale
+      .template Arg<PerBatchS32>()  // query_seq_lengths
+      .template Arg<PerBatchS32>()  // key_value_seq_lengths
+      .template Arg<PerBatchS32>()  // query_offset
+      .template Arg<SegmentIds>()   // query_segment_ids
+      .template Arg<SegmentIds>()   // key_value_segment_ids
+      .template Arg<SegmentBounds>();
+}
+
+// Binds what Arguments::SetAttributes takes.
+template <typename Binding>
+auto BindAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<int32_t>("window_left")
+      .template Attr<int32_t>("window_right")
+      .template Attr<float>("logits_soft_cap");
+}
 
 // A buffer of any declared type.
 struct BufferView {
@@ -35,15 +64,21 @@ class Arguments {
   Status AddOperand(Operand operand, BufferView buffer) { return Add(operand, buffer, false); }
   Status AddResult(Operand operand, BufferView buffer) { return Add(operand, buffer, true); }
 
-  void SetWindow(int32_t left, int32_t right);
+  // Adds what every handler is told of the problem, in the order of its operands. Fails also when
+  // one array of segments is there without the others. `rows` are those of segment_bounds: T in the
+  // forward, S in the backward.
+  Status AddProblem(Symbol rows, BufferView scale, BufferView query_seq_lengths,
+                    BufferView key_value_seq_lengths, BufferView query_offset,
+                    BufferView query_segment_ids, BufferView key_value_segment_ids,
+                    BufferView segment_bounds);
+
+  // Fails unless the cap is 0 (none) or positive and finite.
+  Status SetAttributes(int32_t window_left, int32_t window_right, float logits_soft_cap);
 
   Call& call() { return call_; }
-  const Call& call() const { return call_; }
-  ElementType dtype() const { return dtype_; }
-  int64_t head_dim() const;  // max(H, Hv): what a kernel's tile has to hold
 
  private:
-  Status Add(Operand operand, BufferView buffer, bool writable);
+  Status Add(Operand operand, const BufferView& buffer, bool writable);
 
   Call call_;
   ElementType dtype_ = ElementType::kBF16;

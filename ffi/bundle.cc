@@ -39,21 +39,23 @@ std::optional<ElementType> FindDtype(std::string_view name) {
   return std::nullopt;
 }
 
-constexpr std::pair<std::string_view, MaskKind> kMasks[] = {
-    {"full", MaskKind::kFull}, {"causal", MaskKind::kCausal}, {"window", MaskKind::kWindow}};
+// In the order of MaskKind and Logits.
+constexpr std::string_view kMasks[] = {"full", "causal", "window", "segments"};
+constexpr std::string_view kLogits[] = {"plain", "capped"};
 
-std::optional<MaskKind> FindMask(std::string_view name) {
-  for (auto [mask_name, mask] : kMasks) {
-    if (mask_name == name) return mask;
+template <typename Enum, size_t n>
+std::optional<Enum> Find(const std::string_view (&names)[n], std::string_view name) {
+  for (size_t i = 0; i < n; ++i) {
+    if (names[i] == name) return static_cast<Enum>(i);
   }
   return std::nullopt;
 }
 
-std::string_view Name(MaskKind mask) {
-  for (auto [name, kind] : kMasks) {
-    if (kind == mask) return name;
-  }
-  return "?";
+std::string Text(const KernelRequest& request) {
+  return std::string(Name(request.operation)) + " of " + std::string(Name(request.dtype)) +
+         ", head dim " + std::to_string(request.head_dim) + ", mask " +
+         std::string(kMasks[static_cast<size_t>(request.mask)]) + ", logits " +
+         std::string(kLogits[static_cast<size_t>(request.logits)]);
 }
 
 // Each Read* function takes the words after the key and returns whether it understood them.
@@ -69,8 +71,12 @@ bool ReadSelect(const Words& words, KernelRecord* kernel) {
     return ReadNumber<int64_t>(words[1], 1, 1 << 20, &kernel->head_dim.emplace());
   }
   if (words[0] == "mask") {
-    kernel->mask = FindMask(words[1]);
+    kernel->mask = Find<MaskKind>(kMasks, words[1]);
     return kernel->mask.has_value();
+  }
+  if (words[0] == "logits") {
+    kernel->logits = Find<Logits>(kLogits, words[1]);
+    return kernel->logits.has_value();
   }
   return false;
 }
@@ -115,6 +121,12 @@ bool ReadParameter(const Words& words, KernelRecord* kernel) {
     parameter.symbol = symbol.value_or(Symbol::kB);
     return symbol && words.size() == 2;
   }
+  if (words[0] == "f32") {
+    parameter.kind = Parameter::Kind::kF32;
+    std::optional<F32Symbol> symbol = FindF32Symbol(words[1]);
+    parameter.f32_symbol = symbol.value_or(F32Symbol::kLogitsSoftCap);
+    return symbol && words.size() == 2;
+  }
   std::optional<Operand> operand = FindOperand(words[1]);
   if (!operand) return false;
   parameter.operand = *operand;
@@ -122,15 +134,16 @@ bool ReadParameter(const Words& words, KernelRecord* kernel) {
     parameter.kind = Parameter::Kind::kPointer;
     return words.size() == 2;
   }
-  // tensor_map OPERAND box N... swizzle N
+  // tensor_map OPERAND box N... swizzle N [packed]
   parameter.kind = Parameter::Kind::kTensorMap;
   size_t rank = static_cast<size_t>(Describe(*operand).rank);
-  if (words[0] != "tensor_map" || words.size() != 5 + rank || words[2] != "box" ||
-      words[3 + rank] != "swizzle") {
+  parameter.packed = words.back() == "packed";
+  if (words[0] != "tensor_map" || words.size() != 5 + rank + parameter.packed ||
+      words[2] != "box" || words[3 + rank] != "swizzle" || (parameter.packed && rank != 4)) {
     return false;
   }
   for (size_t i = 0; i < rank; ++i) {
-    if (!ReadNumber<uint32_t>(words[3 + i], 1, 256, &parameter.box[i])) return false;
+    if (!ReadNumber<uint32_t>(words[3 + i], 1, kMaxBox, &parameter.box[i])) return false;
   }
   return ReadNumber<int>(words[4 + rank], 0, 128, &parameter.swizzle) &&
          (parameter.swizzle == 0 || parameter.swizzle == 32 || parameter.swizzle == 64 ||
@@ -175,10 +188,18 @@ std::string Join(const Range& names) {
 
 }  // namespace
 
-MaskKind MaskKindOf(int64_t window_left, int64_t window_right) {
-  if (window_left < kUnlimited) return MaskKind::kWindow;
-  if (window_right >= kUnlimited) return MaskKind::kFull;
-  return window_right == 0 ? MaskKind::kCausal : MaskKind::kWindow;
+KernelRequest MakeRequest(Operation operation, const Call& call) {
+  auto mask = [&] {
+    bool left = call[Symbol::kWindowLeft] < kUnlimited;
+    bool right = call[Symbol::kWindowRight] < kUnlimited;
+    if (call.has(Operand::kQuerySegmentIds)) return MaskKind::kSegments;
+    if (call[F32Symbol::kLogitsSoftCap] > 0) return MaskKind::kWindow;  // no others are built
+    if (!left && !right) return MaskKind::kFull;
+    return !left && call[Symbol::kWindowRight] == 0 ? MaskKind::kCausal : MaskKind::kWindow;
+  };
+  return {operation, call[Operand::kQuery]->element_type,
+          std::max(call[Symbol::kH], call[Symbol::kHv]), mask(),
+          call[F32Symbol::kLogitsSoftCap] > 0 ? Logits::kCapped : Logits::kPlain};
 }
 
 Status Bundle::Parse(const std::string& manifest, Bundle* bundle) {
@@ -266,35 +287,39 @@ Status Bundle::ChooseArchitecture(const Device& device, std::string* architectur
 
 Status Bundle::Find(const std::string& architecture, const KernelRequest& request,
                     const KernelRecord** kernel) const {
-  // Smaller is better; kernels that do not mention a property are as good as a perfect match.
+  // Smaller is better.
   auto rank = [&](const KernelRecord& candidate) {
-    return std::make_pair(candidate.head_dim.value_or(0),
-                          candidate.mask.value_or(request.mask) != request.mask);
+    int mask = !candidate.mask ? 1 : *candidate.mask == request.mask ? 0 : 2;
+    return std::make_pair(candidate.head_dim.value_or(0), mask);
+  };
+  auto serves = [&](MaskKind mask) {
+    return mask == request.mask ||
+           (mask == MaskKind::kWindow && request.mask != MaskKind::kSegments);
   };
   *kernel = nullptr;
   for (const KernelRecord& candidate : kernels_) {
-    MaskKind mask = candidate.mask.value_or(request.mask);
     if (candidate.architecture == architecture && candidate.operation == request.operation &&
         candidate.dtype.value_or(request.dtype) == request.dtype &&
         candidate.head_dim.value_or(request.head_dim) >= request.head_dim &&
-        (mask == request.mask || mask == MaskKind::kWindow) &&
+        candidate.logits.value_or(request.logits) == request.logits &&
+        serves(candidate.mask.value_or(request.mask)) &&
         (*kernel == nullptr || rank(candidate) < rank(**kernel))) {
       *kernel = &candidate;
     }
   }
   if (*kernel != nullptr) return Status();
-  std::vector<std::string> held;
+  std::vector<std::string_view> held, operations;
   for (const KernelRecord& candidate : kernels_) {
-    if (candidate.architecture == architecture && candidate.operation == request.operation) {
-      held.push_back(candidate.name);
+    if (candidate.architecture != architecture) continue;
+    if (candidate.operation == request.operation) held.push_back(candidate.name);
+    std::string_view name = Name(candidate.operation);
+    if (std::find(operations.begin(), operations.end(), name) == operations.end()) {
+      operations.push_back(name);
     }
   }
-  return Status::Error("no " + architecture + " kernel for " +
-                       std::string(fa4_jax::Name(request.operation)) + " of " +
-                       std::string(fa4_jax::Name(request.dtype)) + ", head dim " +
-                       std::to_string(request.head_dim) + ", mask " +
-                       std::string(Name(request.mask)) + "; the bundle holds " +
-                       (held.empty() ? "none for this operation" : Join(held)));
+  return Status::Error(
+      "no " + architecture + " kernel for " + Text(request) + "; the bundle holds " +
+      (held.empty() ? "none for this operation, only for " + Join(operations) : Join(held)));
 }
 
 Status Bundle::ReadImage(const KernelRecord& kernel, const std::string& extension,

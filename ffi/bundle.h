@@ -4,9 +4,12 @@
 #ifndef FA4_JAX_FFI_BUNDLE_H_
 #define FA4_JAX_FFI_BUNDLE_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "driver.h"
@@ -16,8 +19,11 @@
 namespace fa4_jax {
 
 // Which keys a call's queries can see, as far as kernels are specialised for it. A window kernel
-// serves the other two kinds as well.
-enum class MaskKind { kFull, kCausal, kWindow };
+// serves full and causal calls as well; a segments kernel is one for windows that also compares ids.
+enum class MaskKind { kFull, kCausal, kWindow, kSegments };
+
+// What becomes of a score before the mask.
+enum class Logits { kPlain, kCapped };
 
 struct GridFactor {
   std::optional<Symbol> symbol;  // absent: the constant alone
@@ -25,15 +31,20 @@ struct GridFactor {
 };
 
 struct Parameter {
-  enum class Kind { kTensorMap, kPointer, kS32 };
+  enum class Kind { kTensorMap, kPointer, kS32, kF32 };
   Kind kind = Kind::kPointer;
   Operand operand = Operand::kQuery;  // of a tensor map or pointer
-  Symbol symbol = Symbol::kB;         // of a number
-  std::array<uint32_t, kMaxRank> box = {};  // of a tensor map, innermost first
+  Symbol symbol = Symbol::kB;         // of an integer
+  F32Symbol f32_symbol = F32Symbol::kLogitsSoftCap;
+  // Of a tensor map; the box innermost first.
+  std::array<uint32_t, kMaxRank> box = {};
   int swizzle = 0;
+  // The box spans `pack` times as many heads as it says and as many positions fewer.
+  bool packed = false;
 };
 
 constexpr size_t kMaxParameters = 32;
+constexpr uint32_t kMaxBox = 256;  // elements of a dimension, by the hardware
 
 struct KernelRecord {
   std::string name;
@@ -44,6 +55,7 @@ struct KernelRecord {
   std::optional<ElementType> dtype;
   std::optional<int64_t> head_dim;  // serves this and less
   std::optional<MaskKind> mask;
+  std::optional<Logits> logits;
   uint32_t threads = 0;
   uint32_t cluster = 1;
   uint32_t shared = 0;
@@ -58,12 +70,23 @@ struct KernelRequest {
   ElementType dtype = ElementType::kBF16;
   int64_t head_dim = 0;  // max(H, Hv)
   MaskKind mask = MaskKind::kFull;
+  Logits logits = Logits::kPlain;
+
+  bool operator<(const KernelRequest& other) const { return key() < other.key(); }
+
+ private:
+  std::tuple<Operation, ElementType, int64_t, MaskKind, Logits> key() const {
+    return {operation, dtype, head_dim, mask, logits};
+  }
 };
 
-// How the windows of a call (2^30 = unlimited, see fa4_jax/custom_calls.py) specialise kernels. An
-// offset moves the diagonal, so it matters to every kind but kFull; all of them read it at run time.
+// A window side without limit; fa4_jax/custom_calls.py passes it.
 constexpr int64_t kUnlimited = int64_t{1} << 30;
-MaskKind MaskKindOf(int64_t window_left, int64_t window_right);
+
+// What `operation` of a call whose query is set needs. All operations of a call get the same answer
+// but for the operation, so that their kernels agree on what passes between them. An offset moves
+// the diagonal, so it matters to every kind of mask but kFull; all of them read it at run time.
+KernelRequest MakeRequest(Operation operation, const Call& call);
 
 class Bundle {
  public:
@@ -82,8 +105,9 @@ class Bundle {
   // device. Otherwise the architecture to ask Find for.
   Status ChooseArchitecture(const Device& device, std::string* architecture) const;
 
-  // The kernel with the smallest head_dim that is enough; among those the one made for the mask
-  // before the one for windows. The pointer lives as long as the bundle.
+  // The kernel with the smallest head_dim that is enough; among those the one that names the mask,
+  // before one to which the mask does not matter, before the one for windows. The pointer lives as
+  // long as the bundle.
   Status Find(const std::string& architecture, const KernelRequest& request,
               const KernelRecord** kernel) const;
 

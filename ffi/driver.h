@@ -79,7 +79,7 @@ struct LaunchConfig {
   uint32_t cluster = 1;
   uint32_t shared = 0;
   void* stream = nullptr;  // CUstream; null on the emulator, which returns when the grid is done
-  // One pointer per kernel parameter, to a TensorMap, a void* or an int32_t.
+  // One pointer per kernel parameter, to a TensorMap, a void*, an int32_t or a float.
   void** params = nullptr;
   const BufferRange* buffers = nullptr;
   size_t num_buffers = 0;

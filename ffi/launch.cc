@@ -13,8 +13,23 @@ Status Error(const KernelRecord& kernel, const std::string& what) {
   return Status::Error("kernel " + kernel.name + ": " + what);
 }
 
+// Makes a box of positions of one head one of fewer positions of `pack` heads: dimension 1 counts
+// heads, dimension 2 positions.
+Status PackBox(int64_t pack, uint32_t* box) {
+  auto factor = static_cast<uint32_t>(pack);
+  if (box[2] % factor != 0 || box[1] * factor > kMaxBox) {
+    return Status::Error(std::to_string(pack) + " heads cannot be packed into a box of " +
+                         std::to_string(box[1]) + " x " + std::to_string(box[2]) +
+                         " heads and positions");
+  }
+  box[1] *= factor;
+  box[2] /= factor;
+  return Status();
+}
+
 // The map over the operand's dense row-major array, dimensions innermost first.
-Status Encode(Driver& driver, const Parameter& parameter, const Array& array, TensorMap* map) {
+Status Encode(Driver& driver, const Parameter& parameter, const Array& array, int64_t pack,
+              TensorMap* map) {
   TensorMapConfig config;
   config.element_type = array.element_type;
   config.address = array.address;
@@ -28,7 +43,10 @@ Status Encode(Driver& driver, const Parameter& parameter, const Array& array, Te
     stride *= size;
     if (i + 1 < array.rank) config.strides[i] = stride;
   }
-  if (Status status = driver.EncodeTensorMap(config, map); !status.ok()) {
+  Status status;
+  if (parameter.packed) status = PackBox(pack, config.box);
+  if (status.ok()) status = driver.EncodeTensorMap(config, map);
+  if (!status.ok()) {
     return Status::Error("tensor map of " + std::string(Describe(parameter.operand).name) + ": " +
                          status.message());
   }
@@ -45,8 +63,7 @@ Status KernelStore::Load(int32_t device, const KernelRequest& request) {
 
 Status KernelStore::LoadLocked(int32_t device, const KernelRequest& request,
                                const LoadedKernel** kernel) {
-  RequestKey key{device, request.operation, request.dtype, request.head_dim, request.mask};
-  if (auto found = requests_.find(key); found != requests_.end()) {
+  if (auto found = requests_.find({device, request}); found != requests_.end()) {
     *kernel = found->second;
     return Status();
   }
@@ -61,7 +78,9 @@ Status KernelStore::LoadLocked(int32_t device, const KernelRequest& request,
   }
 
   const KernelRecord* record;
-  FA4_JAX_RETURN_IF_ERROR(bundle_.Find(state->second.architecture, request, &record));
+  if (Status status = bundle_.Find(state->second.architecture, request, &record); !status.ok()) {
+    return Status::Error(state->second.description.name + ": " + status.message());
+  }
   auto loaded = state->second.kernels.find(record);
   if (loaded == state->second.kernels.end()) {
     std::string image;
@@ -75,15 +94,14 @@ Status KernelStore::LoadLocked(int32_t device, const KernelRequest& request,
     if (!status.ok()) return Error(*record, status.message());
     loaded = state->second.kernels.emplace(record, fresh).first;
   }
-  *kernel = requests_[key] = &loaded->second;
+  *kernel = requests_[{device, request}] = &loaded->second;
   return Status();
 }
 
 Status KernelStore::Get(int32_t device, const KernelRequest& request,
                         const LoadedKernel** kernel) {
-  RequestKey key{device, request.operation, request.dtype, request.head_dim, request.mask};
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = requests_.find(key);
+  auto found = requests_.find({device, request});
   if (found == requests_.end()) {
     return Status::Error("no kernel was made ready on device " + std::to_string(device) +
                          ": the initialize stage of this custom call has not run");
@@ -133,7 +151,8 @@ Status Launch(Driver& driver, const LoadedKernel& loaded, Call& call, void* stre
   union Value {
     TensorMap map;
     void* pointer;
-    int32_t number;
+    int32_t integer;
+    float real;
   };
   Value values[kMaxParameters];
   void* params[kMaxParameters];
@@ -146,7 +165,11 @@ Status Launch(Driver& driver, const LoadedKernel& loaded, Call& call, void* stre
         return Error(kernel, std::string(Name(parameter.symbol)) + " = " + std::to_string(value) +
                                  " does not fit 32 bits");
       }
-      values[i].number = static_cast<int32_t>(value);
+      values[i].integer = static_cast<int32_t>(value);
+      continue;
+    }
+    if (parameter.kind == Parameter::Kind::kF32) {
+      values[i].real = call[parameter.f32_symbol];
       continue;
     }
     const std::optional<Array>& array = call[parameter.operand];
@@ -156,7 +179,9 @@ Status Launch(Driver& driver, const LoadedKernel& loaded, Call& call, void* stre
     }
     if (parameter.kind == Parameter::Kind::kPointer) {
       values[i].pointer = array->address;
-    } else if (Status status = Encode(driver, parameter, *array, &values[i].map); !status.ok()) {
+    } else if (Status status = Encode(driver, parameter, *array, call[Symbol::kPack],
+                                      &values[i].map);
+               !status.ok()) {
       return Error(kernel, status.message());
     }
   }

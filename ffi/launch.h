@@ -7,7 +7,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "bundle.h"
@@ -46,13 +45,12 @@ class KernelStore {
     std::string architecture;
     std::map<const KernelRecord*, LoadedKernel> kernels;
   };
-  using RequestKey = std::tuple<int32_t, Operation, ElementType, int64_t, MaskKind>;
 
   Driver& driver_;
   const Bundle& bundle_;
   std::mutex mutex_;
   std::map<int32_t, DeviceState> devices_;
-  std::map<RequestKey, const LoadedKernel*> requests_;
+  std::map<std::pair<int32_t, KernelRequest>, const LoadedKernel*> requests_;
 };
 
 // The number of CTAs along x. Fails when it is not within 1..2^31-1 or not whole clusters.

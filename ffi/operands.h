@@ -26,6 +26,10 @@ enum class Operand {
   kQuerySeqLengths,
   kKeyValueSeqLengths,
   kQueryOffset,
+  kQuerySegmentIds,
+  kKeyValueSegmentIds,
+  kSegmentBounds,
+  kSinks,
   kOut,
   kLse,
   kDout,
@@ -39,28 +43,56 @@ enum class Operand {
 };
 constexpr size_t kNumOperands = static_cast<size_t>(Operand::kDelta) + 1;
 
-enum class Symbol { kB, kT, kS, kN, kK, kH, kHv, kTp, kHp, kWindowLeft, kWindowRight, kNumSms };
+enum class Symbol {
+  // Sizes of the call's arrays.
+  kB, kT, kS, kN, kK, kH, kHv,
+  // What follows from them: T and H of the padded scratch arrays, and the packing of query heads.
+  kTp, kHp, kPack, kPackedT, kPackedN,
+  kRowBlocks,  // of segment_bounds
+  kWindowLeft, kWindowRight,
+  kNumSms,
+};
 constexpr size_t kNumSymbols = static_cast<size_t>(Symbol::kNumSms) + 1;
 
+enum class F32Symbol { kLogitsSoftCap };
+constexpr size_t kNumF32Symbols = static_cast<size_t>(F32Symbol::kLogitsSoftCap) + 1;
+
+// segment_bounds has an entry for every block of so many rows, and so many numbers in an entry.
+constexpr int64_t kSegmentRows = 64;
+constexpr int64_t kSegmentBounds = 4;
+
 constexpr int kMaxRank = 4;
+
+// One dimension of an operand: the value of a symbol, or a number.
+struct Extent {
+  constexpr Extent() = default;
+  constexpr Extent(Symbol symbol) : symbol(symbol) {}     // NOLINT: implicit, for plain tables
+  constexpr Extent(int64_t constant) : constant(constant) {}  // NOLINT
+
+  std::optional<Symbol> symbol;
+  int64_t constant = 0;
+};
 
 struct OperandInfo {
   std::string_view name;
   int rank;
-  std::array<Symbol, kMaxRank> dimensions;  // the first `rank`
+  std::array<Extent, kMaxRank> dimensions;  // the first `rank`
   // Absent: the call's own 16-bit type.
   std::optional<ElementType> element_type;
-  bool optional;  // may be passed with shape [0]
+  bool optional;  // may be absent, which a shape of zeros alone says
 };
 
 const OperandInfo& Describe(Operand operand);
+std::string Name(const Extent& extent);
 std::string_view Name(Symbol symbol);
+std::string_view Name(F32Symbol symbol);
 std::string_view Name(Operation operation);
 std::string_view Name(ElementType type);  // "bf16", "f16", "f32", "s32"
 size_t Bytes(ElementType type);
 
 std::optional<Operand> FindOperand(std::string_view name);
 std::optional<Symbol> FindSymbol(std::string_view name);
+std::optional<F32Symbol> FindF32Symbol(std::string_view name);
 std::optional<Operation> FindOperation(std::string_view name);
 
 // One array of a call; `address` is null when an optional array is absent.
@@ -83,14 +115,29 @@ struct Array {
 struct Call {
   std::array<std::optional<Array>, kNumOperands> arrays;
   std::array<int64_t, kNumSymbols> symbols = {};
+  std::array<float, kNumF32Symbols> f32_symbols = {};
+
+  // Sets the sizes of the arrays and all that follows from them. Every size is at least 1 and N a
+  // multiple of K.
+  void SetSizes(int64_t B, int64_t T, int64_t S, int64_t N, int64_t K, int64_t H, int64_t Hv);
 
   int64_t& operator[](Symbol symbol) { return symbols[static_cast<size_t>(symbol)]; }
   int64_t operator[](Symbol symbol) const { return symbols[static_cast<size_t>(symbol)]; }
+  int64_t operator[](const Extent& extent) const {
+    return extent.symbol ? (*this)[*extent.symbol] : extent.constant;
+  }
+  float& operator[](F32Symbol symbol) { return f32_symbols[static_cast<size_t>(symbol)]; }
+  float operator[](F32Symbol symbol) const { return f32_symbols[static_cast<size_t>(symbol)]; }
   std::optional<Array>& operator[](Operand operand) {
     return arrays[static_cast<size_t>(operand)];
   }
   const std::optional<Array>& operator[](Operand operand) const {
     return arrays[static_cast<size_t>(operand)];
+  }
+  // Whether the call has this array, rather than none or an absent optional one.
+  bool has(Operand operand) const {
+    const std::optional<Array>& array = (*this)[operand];
+    return array && array->address != nullptr;
   }
 };
 

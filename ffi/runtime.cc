@@ -53,8 +53,7 @@ ffi::Error Run(const Context& context, const Status& checked, Arguments& argumen
   }
   Call& call = arguments.call();
   for (Operation operation : operations) {
-    KernelRequest request{operation, arguments.dtype(), arguments.head_dim(),
-                          MaskKindOf(call[Symbol::kWindowLeft], call[Symbol::kWindowRight])};
+    KernelRequest request = MakeRequest(operation, call);
     if (context.mode != Mode::kLaunch) {
       if (Status status = store->Load(context.device, request); !status.ok()) {
         return ToError(ffi::ErrorCode::kFailedPrecondition, status);
