@@ -148,7 +148,26 @@ def attend(
         key_value_seq_lengths=operands.key_value_seq_lengths,
         query_offset=operands.query_offset,
     )
-    return _attention(_Call(spec.left, spec.right, platform), inputs)
+    return _attention(_Call(spec.left, spec.right, platform), _equally_varying(inputs))
+
+
+def _equally_varying(inputs: _Inputs) -> _Inputs:
+    """Inside ``shard_map``: marks every array as different on each shard where any of them is.
+
+    Else keys that all shards share would promise a gradient that they share too, and the sum over
+    the shards, which is the transpose of this mark, would be missing.
+    """
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
+    union = frozenset().union(*(varying(x) for x in jax.tree.leaves(inputs)))
+
+    def mark(x):
+        missing = tuple(union - varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, inputs)
 
 
 # --- Differentiation ------------------------------------------------------------------------------
