@@ -139,8 +139,14 @@ bool ReadParameter(const Words& words, KernelRecord* kernel) {
   size_t rank = static_cast<size_t>(Describe(*operand).rank);
   parameter.packed = words.back() == "packed";
   if (words[0] != "tensor_map" || words.size() != 5 + rank + parameter.packed ||
-      words[2] != "box" || words[3 + rank] != "swizzle" || (parameter.packed && rank != 4)) {
+      words[2] != "box" || words[3 + rank] != "swizzle") {
     return false;
+  }
+  if (parameter.packed) {  // heads of queries, [B, T, N, ...]
+    const auto& dimensions = Describe(*operand).dimensions;
+    if (rank != 4 || dimensions[1].symbol != Symbol::kT || dimensions[2].symbol != Symbol::kN) {
+      return false;
+    }
   }
   for (size_t i = 0; i < rank; ++i) {
     if (!ReadNumber<uint32_t>(words[3 + i], 1, kMaxBox, &parameter.box[i])) return false;

@@ -64,12 +64,17 @@ from typing import Any, Protocol
 SHARED_LIMIT = 227 * 1024
 
 # Dimensions and integer attributes that a handler offers to grids and 32-bit integer parameters.
-# Tp is T rounded up to 128, Hp is H rounded up to 64 (the padded scratch shapes); row_blocks is
-# the number of blocks of SEGMENT_ROWS rows, T's in the forward and S's in the backward.
+# Tp is T rounded up to 128, Hp is H rounded up to 64 (the padded scratch shapes). pack is the
+# largest power of two that divides N/K with T * pack <= PACKED_ROWS, or 1; packed_T = T * pack and
+# packed_N = N / pack (see TensorMap.packed). row_blocks is the number of blocks of SEGMENT_ROWS
+# rows, T's in the forward and S's in the backward.
 SYMBOLS = (
-    *("B", "T", "S", "N", "K", "H", "Hv", "Tp", "Hp", "row_blocks"),
-    *("window_left", "window_right", "num_sms"),
+    *("B", "T", "S", "N", "K", "H", "Hv", "Tp", "Hp", "pack", "packed_T", "packed_N"),
+    *("row_blocks", "window_left", "window_right", "num_sms"),
 )
+
+# Rows of the query tile that heads are packed into.
+PACKED_ROWS = 128
 
 # Attributes that are float32. logits_soft_cap is 0 where the call has none.
 F32_SYMBOLS = ("logits_soft_cap",)
@@ -126,11 +131,16 @@ class TensorMap:
       operand: name of the operand, see ``OPERANDS``.
       box: extent of one copy per dimension, innermost first; as many entries as the operand has.
       swizzle: 0, 32, 64 or 128 bytes; ``box[0]`` must fit the swizzle span.
+      packed: of an operand ``[B, T, N, .]``: at launch ``box[1]`` (heads) is multiplied and
+        ``box[2]`` (positions) divided by the symbol ``pack``, so that where T is short one box
+        holds several heads of one kv head. Row r of a box ``(columns, 1, rows, 1)`` is then
+        position ``r // pack`` of head ``r % pack``, counted from the coordinates of the copy.
     """
 
     operand: str
     box: tuple[int, ...]
     swizzle: int = 0
+    packed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +198,7 @@ class KernelSpec:
       architecture: target of the assembler, e.g. ``sm_90a``.
       operation: a key of ``OPERANDS``.
       select: what a call must ask for to get this kernel. A key that is absent does not matter to
-        the kernel. Keys: ``dtype`` (bf16, f16), ``head_dim`` (largest H and Hv served),
+        the kernel, which comes after those that name the call's mask. Keys: ``dtype`` (bf16, f16), ``head_dim`` (largest H and Hv served),
         ``mask`` (full, causal, window, segments; a window kernel serves full and causal calls
         for which there is no other), ``logits`` (plain, capped).
       threads: threads of a CTA, a multiple of 32.
@@ -285,6 +295,16 @@ class KernelSpec:
                     parameter.swizzle in (0, 32, 64, 128),
                     f"swizzle {parameter.swizzle} of {operand} is not 0, 32, 64 or 128",
                 )
+                if parameter.packed:
+                    require(
+                        rank == 4
+                        and dimensions.split()[1:3] == ["T", "N"]
+                        and parameter.box[1] * PACKED_ROWS <= 256
+                        and parameter.box[2] % PACKED_ROWS == 0,
+                        f"{operand} [{dimensions}] with box {parameter.box} cannot be packed: that "
+                        f"takes [B T N .], at most {256 // PACKED_ROWS} heads and a multiple of "
+                        f"{PACKED_ROWS} positions",
+                    )
                 row = parameter.box[0] * ELEMENT_BYTES[self.element_type(operand)]
                 require(
                     row % 16 == 0 and (parameter.swizzle == 0 or row <= parameter.swizzle),
@@ -308,7 +328,13 @@ class KernelSpec:
         Returns:
           One ``key value...`` pair a line: kernel, architecture, operation, entry, select (once
           per key), threads, cluster, shared, registers, grid, param (once per parameter, in
-          order).
+          order). A grid is ``FACTOR*FACTOR...``, each a symbol, ``symbol/c`` or an integer, and
+          for a persistent one ``limit num_sms*c`` after it. A param is one of::
+
+            param tensor_map OPERAND box N N... swizzle N [packed]
+            param pointer OPERAND
+            param s32 SYMBOL
+            param f32 F32_SYMBOL
         """
         grid = "*".join(str(factor) for factor in self.grid)
         if self.ctas_per_sm is not None:
@@ -327,9 +353,12 @@ class KernelSpec:
         ]
         for parameter in self.params:
             match parameter:
-                case TensorMap(operand, box, swizzle):
+                case TensorMap(operand, box, swizzle, packed):
                     extents = " ".join(str(n) for n in box)
-                    lines.append(f"param tensor_map {operand} box {extents} swizzle {swizzle}")
+                    lines.append(
+                        f"param tensor_map {operand} box {extents} swizzle {swizzle}"
+                        + (" packed" if packed else "")
+                    )
                 case Pointer(operand):
                     lines.append(f"param pointer {operand}")
                 case S32(symbol):

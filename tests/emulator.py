@@ -368,7 +368,10 @@ def launch_kernel(
             if array is None:
                 raise ValueError(f"operand {name} is absent")
             split = more.index("swizzle")
-            params.append(TensorMap(array, [int(n) for n in more[1:split]], int(more[split + 1])))
+            box = [int(n) for n in more[1:split]]
+            if more[-1] == "packed":
+                box[1], box[2] = box[1] * symbols["pack"], box[2] // symbols["pack"]
+            params.append(TensorMap(array, box, int(more[split + 1])))
         elif kind == "pointer":
             params.append(operands[name])
         elif kind == "f32":

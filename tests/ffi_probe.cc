@@ -2,8 +2,8 @@
 // kernel choice and the launcher, over a driver that only writes down what it is asked.
 //
 //   ffi_probe parse                                   < manifest
-//   ffi_probe find ARCH OPERATION DTYPE HEAD_DIM LEFT RIGHT   < manifest
-//   ffi_probe launch DIRECTORY SMS OPERATION B T S N K H Hv LEFT RIGHT
+//   ffi_probe find ARCH OPERATION DTYPE HEAD_DIM LEFT RIGHT SEGMENTS CAP   < manifest
+//   ffi_probe launch DIRECTORY SMS OPERATION B T S N K H Hv LEFT RIGHT SEGMENTS CAP
 //   ffi_probe threads DIRECTORY OPERATION
 
 #include <atomic>
@@ -75,6 +75,8 @@ class WritingDriver : public Driver {
       void* value = *params++;
       if (parameter.kind == Parameter::Kind::kS32) {
         std::cout << "s32 " << *static_cast<int32_t*>(value) << "\n";
+      } else if (parameter.kind == Parameter::Kind::kF32) {
+        std::cout << "f32 " << *static_cast<float*>(value) << "\n";
       } else if (parameter.kind == Parameter::Kind::kPointer) {
         std::cout << "pointer " << *static_cast<uintptr_t*>(value) << "\n";
       } else {
@@ -101,56 +103,63 @@ int Print(const Status& status) {
 
 std::string ReadInput() { return {std::istreambuf_iterator<char>(std::cin), {}}; }
 
-KernelRequest MakeRequest(const std::string& operation, const std::string& dtype,
-                          int64_t head_dim, int64_t left, int64_t right) {
-  return {*FindOperation(operation), dtype == "f16" ? ElementType::kF16 : ElementType::kBF16,
-          head_dim, MaskKindOf(left, right)};
-}
-
-int Find(char** arguments) {
-  Bundle bundle;
-  Status status = Bundle::Parse(ReadInput(), &bundle);
-  if (!status.ok()) return Print(status);
-  const KernelRecord* kernel;
-  status = bundle.Find(
-      arguments[0],
-      MakeRequest(arguments[1], arguments[2], atoll(arguments[3]), atoll(arguments[4]),
-                  atoll(arguments[5])),
-      &kernel);
-  if (!status.ok()) return Print(status);
-  std::cout << kernel->name << "\n";
-  return 0;
-}
-
-// Every operand's address is its index times 4096; query_offset is absent.
-int LaunchOne(char** arguments) {
-  Bundle bundle;
-  Status status = Bundle::Open(arguments[0], &bundle);
-  if (!status.ok()) return Print(status);
+// A call of the forward operation. Every operand's address is its index, from 1, times 4096;
+// query_offset is absent, and so are the arrays of segments unless `attributes` say otherwise.
+//
+//   sizes        B T S N K H Hv
+//   attributes   LEFT RIGHT SEGMENTS CAP
+Call MakeCall(ElementType dtype, const int64_t* sizes, char** attributes) {
   Call call;
-  int next = 3;
-  for (Symbol symbol : {Symbol::kB, Symbol::kT, Symbol::kS, Symbol::kN, Symbol::kK, Symbol::kH,
-                        Symbol::kHv, Symbol::kWindowLeft, Symbol::kWindowRight}) {
-    call[symbol] = atoll(arguments[next++]);
-  }
+  call.SetSizes(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]);
+  call[Symbol::kRowBlocks] = (call[Symbol::kT] + kSegmentRows - 1) / kSegmentRows;
+  call[Symbol::kWindowLeft] = atoll(attributes[0]);
+  call[Symbol::kWindowRight] = atoll(attributes[1]);
+  bool segments = atoi(attributes[2]) != 0;
+  call[F32Symbol::kLogitsSoftCap] = static_cast<float>(atof(attributes[3]));
   for (size_t i = 0; i <= static_cast<size_t>(Operand::kLse); ++i) {
     auto operand = static_cast<Operand>(i);
     const OperandInfo& info = Describe(operand);
     Array array;
-    array.element_type = info.element_type.value_or(ElementType::kBF16);
+    array.element_type = info.element_type.value_or(dtype);
     array.writable = operand == Operand::kOut || operand == Operand::kLse;
-    if (operand != Operand::kQueryOffset) {
+    bool of_segments = operand == Operand::kQuerySegmentIds ||
+                       operand == Operand::kKeyValueSegmentIds ||
+                       operand == Operand::kSegmentBounds;
+    if (of_segments ? segments : operand != Operand::kQueryOffset) {
       array.rank = info.rank;
       array.address = reinterpret_cast<void*>(4096 * (i + 1));
       for (int d = 0; d < info.rank; ++d) array.dimensions[d] = call[info.dimensions[d]];
     }
     call[operand] = array;
   }
+  return call;
+}
+
+int Find(char** arguments) {
+  Bundle bundle;
+  Status status = Bundle::Parse(ReadInput(), &bundle);
+  if (!status.ok()) return Print(status);
+  auto dtype = std::string(arguments[2]) == "f16" ? ElementType::kF16 : ElementType::kBF16;
+  int64_t head_dim = atoll(arguments[3]);
+  int64_t sizes[] = {1, 1, 1, 1, 1, head_dim, 8};
+  Call call = MakeCall(dtype, sizes, arguments + 4);
+  const KernelRecord* kernel;
+  status = bundle.Find(arguments[0], MakeRequest(*FindOperation(arguments[1]), call), &kernel);
+  if (!status.ok()) return Print(status);
+  std::cout << kernel->name << "\n";
+  return 0;
+}
+
+int LaunchOne(char** arguments) {
+  Bundle bundle;
+  Status status = Bundle::Open(arguments[0], &bundle);
+  if (!status.ok()) return Print(status);
+  int64_t sizes[7];
+  for (int i = 0; i < 7; ++i) sizes[i] = atoll(arguments[3 + i]);
+  Call call = MakeCall(ElementType::kBF16, sizes, arguments + 10);
   WritingDriver driver(atoi(arguments[1]));
   KernelStore store(driver, bundle);
-  KernelRequest request =
-      MakeRequest(arguments[2], "bf16", std::max(call[Symbol::kH], call[Symbol::kHv]),
-                  call[Symbol::kWindowLeft], call[Symbol::kWindowRight]);
+  KernelRequest request = MakeRequest(*FindOperation(arguments[2]), call);
   const LoadedKernel* kernel;
   status = store.Get(0, request, &kernel);
   if (status.ok()) return Print(Status::Error("Get succeeded before Load"));
@@ -172,7 +181,8 @@ int LoadFromThreads(char** arguments) {
   for (int thread = 0; thread < 8; ++thread) {
     threads.emplace_back([&, thread] {
       for (int i = 0; i < 200; ++i) {
-        KernelRequest request = MakeRequest(arguments[1], "bf16", 8 * (1 + i % 8), kUnlimited, 0);
+        KernelRequest request{*FindOperation(arguments[1]), ElementType::kBF16, 8 * (1 + i % 8),
+                              MaskKind::kCausal, Logits::kPlain};
         int32_t device = (thread + i) % 2;
         const LoadedKernel* kernel = nullptr;
         if (!store.Load(device, request).ok() || !store.Get(device, request, &kernel).ok()) {
@@ -196,8 +206,8 @@ int main(int argc, char** argv) {
     fa4_jax::Bundle bundle;
     return fa4_jax::Print(fa4_jax::Bundle::Parse(fa4_jax::ReadInput(), &bundle));
   }
-  if (command == "find" && argc == 8) return fa4_jax::Find(argv + 2);
-  if (command == "launch" && argc == 14) return fa4_jax::LaunchOne(argv + 2);
+  if (command == "find" && argc == 10) return fa4_jax::Find(argv + 2);
+  if (command == "launch" && argc == 16) return fa4_jax::LaunchOne(argv + 2);
   if (command == "threads" && argc == 4) return fa4_jax::LoadFromThreads(argv + 2);
   std::cerr << "unknown command\n";
   return 2;

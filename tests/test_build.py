@@ -30,6 +30,13 @@ SPEC = abi.KernelSpec(
 # --- Declarations ---------------------------------------------------------------------------------
 
 
+def test_a_packed_map_is_marked_in_the_manifest():
+    packed = abi.TensorMap("query", box=(64, 1, 128, 1), swizzle=128, packed=True)
+    spec = dataclasses.replace(SPEC, params=(packed,), grid=("packed_T/256", "packed_N", "B"))
+    manifest = spec.to_manifest(entry="mangled", registers=168, shared=1024)
+    assert "param tensor_map query box 64 1 128 1 swizzle 128 packed\n" in manifest
+
+
 def test_manifest_block():
     assert SPEC.to_manifest(entry="mangled", registers=168, shared=1024) == (
         "kernel sm90_forward_bf16_h128_causal\n"
@@ -82,6 +89,15 @@ def test_manifest_block():
         ({"params": (abi.TensorMap("query", (128, 1, 8, 1), 128),)}, "inner box of query"),
         ({"params": (abi.TensorMap("query", (4, 1, 8, 1)),)}, "not a multiple of 16"),
         ({"select": {}}, "operand query has the call's dtype"),
+        *(
+            ({"params": (abi.TensorMap(operand, box, packed=True),)}, f"{operand} .* be packed")
+            for operand, box in (
+                ("key", (64, 1, 128, 1)),
+                ("lse", (4, 64, 1)),
+                ("query", (64, 1, 64, 1)),
+                ("query", (64, 4, 128, 1)),
+            )
+        ),
     ],
 )
 def test_a_declaration_that_cannot_be_launched_is_refused(changes, message):
