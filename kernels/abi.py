@@ -198,9 +198,10 @@ class KernelSpec:
       architecture: target of the assembler, e.g. ``sm_90a``.
       operation: a key of ``OPERANDS``.
       select: what a call must ask for to get this kernel. A key that is absent does not matter to
-        the kernel, which comes after those that name the call's mask. Keys: ``dtype`` (bf16, f16), ``head_dim`` (largest H and Hv served),
-        ``mask`` (full, causal, window, segments; a window kernel serves full and causal calls
-        for which there is no other), ``logits`` (plain, capped).
+        the kernel, which comes after those that name the call's mask. Keys: ``dtype`` (bf16,
+        f16), ``head_dim`` (largest H and Hv served), ``mask`` (full, causal, window, segments; a
+        window kernel serves full and causal calls for which there is no other), ``logits``
+        (plain, capped).
       threads: threads of a CTA, a multiple of 32.
       grid: factors of the CTA count: symbols, ``X/c`` (rounded up), integers.
       params: kernel parameters in order.

@@ -254,13 +254,14 @@ def test_a_kernel_compiles_without_a_gpu(tiny):
     kernels, compiler = tiny
     cubin, ptx, manifest = compiler.compile_kernel(kernels.Tiny())
     (info,) = bundle.parse_manifest(f"{build.MANIFEST_HEADER}\n\n{manifest}")
-    assert (info.name, info.threads) == ("tiny_forward", 64)
-    assert info.shared == 64 * 64 * 2 + 2 * 8
+    assert (info.name, info.threads) == ("tiny_forward", 128)
+    assert info.shared == 128 * 64 * 2 + 2 * 8
     assert 0 < info.registers <= 64
     entry = artifacts.check_parameters(kernels.Tiny().declaration(), ptx)
     assert artifacts.resources(cubin, entry) == (info.registers, 0)
     assert f"entry {entry}\n" in manifest
-    assert "\nparam tensor_map query box 64 1 64 1 swizzle 0\n" in manifest
+    assert "\nparam tensor_map query box 64 1 128 1 swizzle 0 packed\n" in manifest
+    assert manifest.endswith("\nparam f32 logits_soft_cap\n")
 
 
 @pytest.mark.dsl
