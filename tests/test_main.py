@@ -120,6 +120,7 @@ def test_default_choice_on_another_gpu_is_xla(gpu, monkeypatch):
     assert "fa4_jax.forward" not in str(lowered.jaxpr)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="this process has a GPU")
 @pytest.mark.usefixtures("built")
 def test_cpu():
     name, account = info.explain(*info.call(SHAPE, "bfloat16"))
