@@ -45,8 +45,8 @@ class KernelInfo:
       name: unique name, e.g. ``sm90_forward_bf16_h128_causal``.
       architecture: what it is assembled for, e.g. ``sm_90a``.
       operation: ``forward``, ``backward_preprocess``, ``backward`` or ``backward_postprocess``.
-      select: the properties of a call that it serves (dtype, head_dim, mask); a key that is
-        absent does not matter to it.
+      select: the properties of a call that it serves (dtype, head_dim, mask, logits); a key that
+        is absent does not matter to it.
       threads: threads of a CTA.
       registers: registers per thread at launch.
       shared: bytes of dynamic shared memory.

@@ -38,9 +38,6 @@ QUERY_TILE = 128
 HEAD_TILE = 64
 """Scratch arrays have H rounded up to this: the 16-bit columns of one 128-byte swizzle atom."""
 
-SEGMENT_ROWS = 64
-"""Rows of a block of ``segment_bounds``: every tile of the kernels is a whole number of them."""
-
 
 def forward(
     query: Array,
@@ -71,10 +68,8 @@ def forward(
       query_offset: int32 ``[B]`` within ``+-UNLIMITED``, or None: 0.
       query_segment_ids: int32 ``[B, T]``, or None: all of one segment.
       key_value_segment_ids: int32 ``[B, S]``, given exactly when query_segment_ids is.
-      segment_bounds: int32 ``[B, ceil(T / SEGMENT_ROWS), 4]``, given exactly when the ids are: for
-        each block of query rows ``(begin, end, clear_begin, clear_end)``. Keys outside
-        ``[begin, end)`` share no segment with any row of the block, those in
-        ``[clear_begin, clear_end)`` share it with every row; an empty range has end <= begin.
+      segment_bounds: int32 ``[B, ceil(T / 64), 4]``, given exactly when the ids are:
+        :func:`fa4_jax.segments.bounds` of query and key ids.
       sinks: float32 ``[B, N]``, an extra logit of each head that is neither scaled nor capped, or
         None.
       window_left: keys visible before a query's position, at most ``UNLIMITED``.
@@ -141,8 +136,8 @@ def backward(
       dlse: cotangent of ``lse``, or None: zero.
       scale, query_seq_lengths, key_value_seq_lengths, query_offset, query_segment_ids,
         key_value_segment_ids, window_left, window_right, logits_soft_cap: as for :func:`forward`.
-      segment_bounds: int32 ``[B, ceil(S / SEGMENT_ROWS), 4]``: as there with keys as rows and
-        queries as columns.
+      segment_bounds: int32 ``[B, ceil(S / 64), 4]``: :func:`fa4_jax.segments.bounds` of key and
+        query ids, given exactly when the ids are.
 
     Returns:
       The cotangents of query, key and value, in their shapes and dtype.
