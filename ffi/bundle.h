@@ -39,7 +39,8 @@ struct Parameter {
   // Of a tensor map; the box innermost first.
   std::array<uint32_t, kMaxRank> box = {};
   int swizzle = 0;
-  // The box spans `pack` times as many heads as it says and as many positions fewer.
+  // At launch dimension 1 of the box (heads) is multiplied and dimension 2 (positions) divided by
+  // Symbol::kPack.
   bool packed = false;
 };
 

@@ -29,7 +29,7 @@ constexpr std::array<OperandInfo, kNumOperands> kOperands = {{
     {"query_offset", 1, {S::kB}, kS32, true},
     {"query_segment_ids", 2, {S::kB, S::kT}, kS32, true},
     {"key_value_segment_ids", 2, {S::kB, S::kS}, kS32, true},
-    {"segment_bounds", 3, {S::kB, S::kRowBlocks, kSegmentBounds}, kS32, true},
+    {"segment_bounds", 3, {S::kB, S::kRowBlocks, kNumbersOfBounds}, kS32, true},
     {"sinks", 2, {S::kB, S::kN}, kF32, true},
     {"out", 4, {S::kB, S::kT, S::kN, S::kHv}, {}, false},
     {"lse", 3, {S::kB, S::kT, S::kN}, kF32, false},

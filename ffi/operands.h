@@ -44,12 +44,21 @@ enum class Operand {
 constexpr size_t kNumOperands = static_cast<size_t>(Operand::kDelta) + 1;
 
 enum class Symbol {
-  // Sizes of the call's arrays.
-  kB, kT, kS, kN, kK, kH, kHv,
-  // What follows from them: T and H of the padded scratch arrays, and the packing of query heads.
-  kTp, kHp, kPack, kPackedT, kPackedN,
-  kRowBlocks,  // of segment_bounds
-  kWindowLeft, kWindowRight,
+  kB,
+  kT,
+  kS,
+  kN,
+  kK,
+  kH,
+  kHv,
+  kTp,
+  kHp,
+  kPack,
+  kPackedT,
+  kPackedN,
+  kRowBlocks,
+  kWindowLeft,
+  kWindowRight,
   kNumSms,
 };
 constexpr size_t kNumSymbols = static_cast<size_t>(Symbol::kNumSms) + 1;
@@ -57,17 +66,18 @@ constexpr size_t kNumSymbols = static_cast<size_t>(Symbol::kNumSms) + 1;
 enum class F32Symbol { kLogitsSoftCap };
 constexpr size_t kNumF32Symbols = static_cast<size_t>(F32Symbol::kLogitsSoftCap) + 1;
 
-// segment_bounds has an entry for every block of so many rows, and so many numbers in an entry.
+// segment_bounds has an entry for every block of so many rows, of so many numbers.
 constexpr int64_t kSegmentRows = 64;
-constexpr int64_t kSegmentBounds = 4;
+constexpr int64_t kNumbersOfBounds = 4;
 
 constexpr int kMaxRank = 4;
 
 // One dimension of an operand: the value of a symbol, or a number.
 struct Extent {
   constexpr Extent() = default;
-  constexpr Extent(Symbol symbol) : symbol(symbol) {}     // NOLINT: implicit, for plain tables
-  constexpr Extent(int64_t constant) : constant(constant) {}  // NOLINT
+  // NOLINTNEXTLINE: implicit, so that tables list dimensions plainly
+  constexpr Extent(Symbol symbol) : symbol(symbol) {}
+  constexpr Extent(int64_t constant) : constant(constant) {}  // NOLINT: likewise
 
   std::optional<Symbol> symbol;
   int64_t constant = 0;

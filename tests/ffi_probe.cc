@@ -1,6 +1,7 @@
 // Lets tests/test_ffi.py look at the C++ side below the XLA handlers: the manifest parser, the
 // kernel choice and the launcher, over a driver that only writes down what it is asked.
 //
+//   ffi_probe tables
 //   ffi_probe parse                                   < manifest
 //   ffi_probe find ARCH OPERATION DTYPE HEAD_DIM LEFT RIGHT SEGMENTS CAP   < manifest
 //   ffi_probe launch DIRECTORY SMS OPERATION B T S N K H Hv LEFT RIGHT SEGMENTS CAP
@@ -170,6 +171,23 @@ int LaunchOne(char** arguments) {
   return Print(Launch(driver, *kernel, call, nullptr));
 }
 
+int PrintTables() {
+  for (size_t i = 0; i < kNumOperands; ++i) {
+    const OperandInfo& info = Describe(static_cast<Operand>(i));
+    std::cout << "operand " << info.name << " "
+              << (info.element_type ? Name(*info.element_type) : "data");
+    for (int d = 0; d < info.rank; ++d) std::cout << " " << Name(info.dimensions[d]);
+    std::cout << "\n";
+  }
+  for (size_t i = 0; i < kNumSymbols; ++i) {
+    std::cout << "s32 " << Name(static_cast<Symbol>(i)) << "\n";
+  }
+  for (size_t i = 0; i < kNumF32Symbols; ++i) {
+    std::cout << "f32 " << Name(static_cast<F32Symbol>(i)) << "\n";
+  }
+  return 0;
+}
+
 int LoadFromThreads(char** arguments) {
   Bundle bundle;
   Status status = Bundle::Open(arguments[0], &bundle);
@@ -202,6 +220,7 @@ int LoadFromThreads(char** arguments) {
 
 int main(int argc, char** argv) {
   std::string command = argc > 1 ? argv[1] : "";
+  if (command == "tables") return fa4_jax::PrintTables();
   if (command == "parse") {
     fa4_jax::Bundle bundle;
     return fa4_jax::Print(fa4_jax::Bundle::Parse(fa4_jax::ReadInput(), &bundle));

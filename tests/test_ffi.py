@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from kernels import abi
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 UNLIMITED = 2**30
 HEADER = "fa4_jax-bundle 1\n\n"
@@ -69,6 +71,17 @@ def directory(tmp_path):
         return tmp_path
 
     return write
+
+
+def test_the_build_and_the_launcher_know_the_same_names(probe):
+    operands = {
+        name: f"operand {name} {element} {dimensions}"
+        for operation in abi.OPERANDS.values()
+        for name, (dimensions, element) in operation.items()
+    }
+    symbols = [f"s32 {symbol}" for symbol in abi.SYMBOLS]
+    symbols += [f"f32 {symbol}" for symbol in abi.F32_SYMBOLS]
+    assert sorted(probe("tables")) == sorted([*operands.values(), *symbols])
 
 
 def test_a_manifest_with_every_kind_of_line_parses(probe):
