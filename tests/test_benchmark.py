@@ -1,5 +1,6 @@
-"""The benchmark: its arithmetic, and a tiny run in which the peers that cannot run say why."""
+"""The benchmarks: their arithmetic, and tiny runs; a peer that cannot run says why."""
 
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -89,3 +90,30 @@ def test_tiny_run(benchmark, monkeypatch, tmp_path, capsys):
         assert record["error"] < 0.01
         assert record["calls"] >= 4
     assert paths["--output"].read_bytes().startswith(b"\x89PNG")
+
+
+TINY = "--tokens 256 --width 128 --lengths 128 --repeats 2 --seconds 0.001 --implementation xla"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Imports a benchmark by name, as its neighbours do; its inputs exceed no cache."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    monkeypatch.setattr(importlib.import_module("attention"), "CACHE_BYTES", 1)
+    return importlib.import_module
+
+
+def test_features(program, capsys):
+    records = program("features").main([*TINY.split(), "--head-dims", "64"])
+    assert [r["direction"] for r in records] == ["forward", "backward"] * 2
+    assert set(records[0]["ratios"]) == {"window", "segments", "soft cap", "sinks"}
+    assert all(ratio > 0 for r in records for ratio in r["ratios"].values())
+    assert "soft cap" in capsys.readouterr().out
+
+
+def test_scaling(program):
+    """By batch: simulated devices cannot have several collectives in flight."""
+    flags = [*TINY.split(), "--devices", "2", "--head-dim", "64", "--axes", "batch"]
+    records = program("scaling").main(flags)
+    assert [r["case"] for r in records] == ["H64 S128 full", "H64 S128 causal"]
+    assert all(r["ratio"] == r["ms"][1] / r["ms"][2] for r in records)
