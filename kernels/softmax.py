@@ -69,8 +69,20 @@ def tanh(x: Float32) -> Float32:
     return x * horner(TANH_P, square) * cute.arch.rcp_approx(horner(TANH_Q, square))
 
 
+def logit_scales(scale: Float32, soft_cap: Float32 | None = None) -> tuple[Float32, Float32 | None]:
+    """What turns scores into base-2 exponents: (positive factor, factor inside the tanh or None).
+
+    The scores are those of ``|scale|``: a negative scale has negated them. -inf * 0 is NaN, so a
+    zero scale becomes a tiny one.
+    """
+    magnitude = cute.arch.fmax(cute.math.absf(scale), Float32(1e-30))
+    if soft_cap is None:
+        return magnitude * LOG2_E, None
+    return soft_cap * LOG2_E, magnitude * cute.arch.rcp_approx(soft_cap)
+
+
 def cap_scores(scores: cute.Tensor, factor: Float32) -> None:
-    """Replaces raw scores by ``tanh(score * factor)``; the factor is |scale| / cap."""
+    """Replaces raw scores by ``tanh(score * factor)``; the factor is that of `logit_scales`."""
     for i in range(cute.size(scores)):
         scores[i] = tanh(scores[i] * factor)
 
@@ -134,11 +146,11 @@ def centre(scores: cute.Tensor, row: cutlass.Constexpr, maximum: Float32, shift:
 class OnlineSoftmax:
     """Running maximum and sum of the two rows that a thread holds of a 64 x N accumulator.
 
-    Element i of the fragment belongs to row ``(i // 2) % 2``. Maxima are in units of raw scores;
-    sums are this thread's share until :meth:`finish` reduces them over the quad.
+    Element i of the fragment belongs to row ``(i // 2) % 2``. Maxima are in units of scores (raw or
+    capped); sums are this thread's share until :meth:`finish` reduces them over the quad.
 
     Attributes:
-      scale_log2: positive factor from raw scores to base-2 exponents.
+      scale_log2: positive factor from scores to base-2 exponents.
       maximum, total: float32 register tensors of two elements.
     """
 
@@ -189,16 +201,20 @@ class OnlineSoftmax:
             factors.append(factor)
         return factors
 
-    def finish(self) -> list[tuple[Float32, Float32]]:
-        """(1 / sum, natural log of the sum of exponentials) of each row; (0, -inf) if empty."""
+    def finish(self, sink_log2: Float32) -> list[tuple[Float32, Float32]]:
+        """(factor of the output, natural log of the sum) of each row; (0, -inf) if empty.
+
+        Args:
+          sink_log2: logit of the sink times log2(e); -inf for none.
+        """
         results = []
         for row in range(2):
             total = quad_reduce(self.total[row], lambda a, b: a + b)
+            shift = self.maximum[row] * self.scale_log2
+            factor, shift, total = include_sink(shift, total, sink_log2)
             empty = total == 0.0
-            inverse = cute.arch.rcp_approx(total)
-            lse = (
-                self.maximum[row] * self.scale_log2 + cute.math.log2(total, fastmath=True)
-            ) * LN_2
+            inverse = factor * cute.arch.rcp_approx(total)
+            lse = (shift + cute.math.log2(total, fastmath=True)) * LN_2
             results.append(
                 (
                     Float32(cutlass.select_(empty, Float32(0.0), inverse)),

@@ -45,10 +45,29 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental import primitives as prims
 
 from .. import abi
-from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Problem, Visibility, fragment_origin
-from ..pipelines import Ring, load_boxes, wait, zero_rows
+from ..masks import (
+    CAUSAL,
+    FULL,
+    WINDOW,
+    MaskKind,
+    Problem,
+    Visibility,
+    fragment_origin,
+    load,
+    load_or,
+)
+from ..pipelines import Ring, keep_rows, load_boxes, wait
 from ..schedulers import TileOrder
-from ..softmax import LOG2_E, OnlineSoftmax, convert, normalise, pack, rescale
+from ..softmax import (
+    LOG2_E,
+    OnlineSoftmax,
+    cap_scores,
+    convert,
+    logit_scales,
+    normalise,
+    pack,
+    rescale,
+)
 
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 WARPGROUP = 128
@@ -72,17 +91,8 @@ class Call:
     value: TensorMap
     out: TensorMap
     lse: cute.Pointer
-    scale: cute.Pointer
-    query_seq_lengths: cute.Pointer
-    key_value_seq_lengths: cute.Pointer
-    query_offset: cute.Pointer
-    batch_size: Int32
-    num_queries: Int32
-    num_keys: Int32
-    num_heads: Int32
-    num_kv_heads: Int32
-    window_left: Int32
-    window_right: Int32
+    sinks: cute.Pointer
+    problem: Problem
 
 
 class Forward:
@@ -91,16 +101,26 @@ class Forward:
     Args:
       dtype: "bf16" or "f16".
       head_dim: tile of H and Hv, a multiple of 32.
-      kind: which sides of the mask are compiled in.
+      kind: what of the mask is compiled in.
+      capped: whether logits have a soft cap.
       consumers: consumer warpgroups; tile_m is 64 times as many.
       tile_n: keys per tile, a multiple of 16.
     """
 
-    def __init__(self, dtype: str, head_dim: int, kind: MaskKind, consumers: int, tile_n: int):
+    def __init__(
+        self,
+        dtype: str,
+        head_dim: int,
+        kind: MaskKind,
+        capped: bool,
+        consumers: int,
+        tile_n: int,
+    ):
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
         self.head_dim = head_dim
         self.kind = kind
+        self.capped = capped
         self.consumers = consumers
         self.tile_m = 64 * consumers
         self.tile_n = tile_n
@@ -114,14 +134,16 @@ class Forward:
             box = (self.box_columns, 1, rows, 1)
             return abi.TensorMap(operand, box=box, swizzle=self.swizzle)
 
+        name = f"sm90_forward_{self.dtype_name}_h{self.head_dim}_{self.kind.name}"
         return abi.KernelSpec(
-            name=f"sm90_forward_{self.dtype_name}_h{self.head_dim}_{self.kind.name}",
+            name=name + "_capped" * self.capped,
             architecture="sm_90a",
             operation="forward",
             select={
                 "dtype": self.dtype_name,
                 "head_dim": self.head_dim,
                 "mask": self.kind.name,
+                "logits": "capped" if self.capped else "plain",
             },
             threads=WARPGROUP * (1 + self.consumers),
             grid=(f"T/{self.tile_m}", "N", "B"),
@@ -132,13 +154,8 @@ class Forward:
                 tensor_map("value", self.tile_n),
                 tensor_map("out", 64),
                 abi.Pointer("lse"),
-                abi.Pointer("scale"),
-                abi.Pointer("query_seq_lengths"),
-                abi.Pointer("key_value_seq_lengths"),
-                abi.Pointer("query_offset"),
-                *(abi.S32(name) for name in ("B", "T", "S", "N", "K")),
-                abi.S32("window_left"),
-                abi.S32("window_right"),
+                abi.Pointer("sinks"),
+                *abi.PROBLEM,
             ),
         )
 
@@ -150,10 +167,14 @@ class Forward:
         value: TensorMap,
         out: TensorMap,
         lse: cute.Pointer,
+        sinks: cute.Pointer,
         scale: cute.Pointer,
         query_seq_lengths: cute.Pointer,
         key_value_seq_lengths: cute.Pointer,
         query_offset: cute.Pointer,
+        query_segment_ids: cute.Pointer,
+        key_value_segment_ids: cute.Pointer,
+        segment_bounds: cute.Pointer,
         batch_size: Int32,
         num_queries: Int32,
         num_keys: Int32,
@@ -161,13 +182,15 @@ class Forward:
         num_kv_heads: Int32,
         window_left: Int32,
         window_right: Int32,
+        logits_soft_cap: Float32,
     ):
-        call = Call(
-            query, key, value, out, lse, scale,
-            query_seq_lengths, key_value_seq_lengths, query_offset,
+        problem = Problem(
+            scale, query_seq_lengths, key_value_seq_lengths, query_offset,
+            query_segment_ids, key_value_segment_ids, segment_bounds,
             batch_size, num_queries, num_keys, num_heads, num_kv_heads,
-            window_left, window_right,
+            window_left, window_right, logits_soft_cap,
         )  # fmt: skip
+        call = Call(query, key, value, out, lse, sinks, problem)
         smem = cutlass.memory.SmemAllocator()
         self.query_tile = self.allocate(smem, self.tile_m)
         self.key_tiles = self.allocate(smem, self.tile_n, STAGES)
@@ -222,24 +245,16 @@ class Forward:
     def order(self, call: Call) -> TileOrder:
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
-        row_tiles = (call.num_queries + (self.tile_m - 1)) // self.tile_m
-        num_heads = call.batch_size * call.num_heads
+        problem = call.problem
+        row_tiles = (problem.num_queries + (self.tile_m - 1)) // self.tile_m
+        num_heads = problem.batch_size * problem.num_heads
         return TileOrder(self.kind is CAUSAL, row_tiles, num_heads, num_ctas, cta)
-
-    def visibility(self, call: Call, batch: Int32) -> Visibility:
-        return Visibility.of_batch(
-            self.kind, batch,
-            Problem(
-                call.scale, call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
-                None, None, None, call.batch_size, call.num_queries, call.num_keys, call.num_heads,
-                call.num_kv_heads, call.window_left, call.window_right, None,
-            ),
-        )  # fmt: skip
 
     # Producer: one warp.
 
     @cute.jit
     def produce(self, call: Call):
+        problem = call.problem
         order = self.order(call)
         k = Int32(0)  # uses of the key and value rings so far
         queries = Int32(0)  # uses of the query ring
@@ -247,10 +262,10 @@ class Forward:
         for step in cutlass.range(order.num_steps(), unroll=1):
             row_tile, batch_head, exists = order.tile(step)
             if exists:
-                batch, head = batch_head // call.num_heads, batch_head % call.num_heads
-                kv_head = head // (call.num_heads // call.num_kv_heads)
+                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
+                kv_head = head // (problem.num_heads // problem.num_kv_heads)
                 first_row = row_tile * self.tile_m
-                visibility = self.visibility(call, batch)
+                visibility = Visibility.of_batch(self.kind, batch, problem)
                 begin, end = visibility.tiles(first_row, self.tile_m, self.tile_n)
                 seen_begin, seen_end = visibility.all_columns()
                 if begin < end:
@@ -273,7 +288,7 @@ class Forward:
                             keep_from = cutlass.max(seen_begin - first, Int32(0))
                             keep_to = cutlass.min(seen_end - first, Int32(self.tile_n))
                             partial = (keep_from > 0) | (
-                                (keep_to < self.tile_n) & (seen_end < call.num_keys)
+                                (keep_to < self.tile_n) & (seen_end < problem.num_keys)
                             )
                             previous = k - 1
                             self.value_ring.acquire(previous)
@@ -303,9 +318,7 @@ class Forward:
     def scrub(self, use: Int32, keep_from: Int32, keep_to: Int32):
         """Zeroes the rows of a value tile outside [keep_from, keep_to)."""
         tile = self.block_pointer(self.value_tiles, self.tile_n, self.value_ring.stage(use))
-        shape = (self.boxes, self.box_columns, self.tile_n)
-        zero_rows(tile, Int32(0), keep_from, *shape)
-        zero_rows(tile, keep_to, Int32(self.tile_n), *shape)
+        keep_rows(tile, keep_from, keep_to, self.boxes, self.box_columns, self.tile_n)
 
     # Consumers: one warpgroup each.
 
@@ -325,6 +338,7 @@ class Forward:
 
     @cute.jit
     def consume(self, call: Call, thread: Int32, consumer: Int32):
+        problem = call.problem
         order = self.order(call)
         qk, pv = self.products()
         qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
@@ -352,30 +366,31 @@ class Forward:
         for step in cutlass.range(order.num_steps(), unroll=1):
             row_tile, batch_head, exists = order.tile(step)
             if exists:
-                batch, head = batch_head // call.num_heads, batch_head % call.num_heads
+                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
                 first_row = row_tile * self.tile_m
-                visibility = self.visibility(call, batch)
+                visibility = Visibility.of_batch(self.kind, batch, problem)
                 begin, end = visibility.tiles(first_row, self.tile_m, self.tile_n)
                 clear_begin, clear_end = visibility.unmasked_tiles(
                     first_row, self.tile_m, self.tile_n
                 )
-                true_scale = cute.make_tensor(call.scale, cute.make_layout(1 << 30))[batch]
-                # -inf * 0 is NaN, so a zero scale becomes a tiny one; a negative one negates Q.
-                magnitude = cute.arch.fmax(cute.math.absf(true_scale), Float32(1e-30))
-                softmax = OnlineSoftmax.start(magnitude * LOG2_E)
+                scale = load(problem.scale, batch)
+                soft_cap = problem.logits_soft_cap if self.capped else None
+                scale_log2, cap_factor = logit_scales(scale, soft_cap)
+                softmax = OnlineSoftmax.start(scale_log2)
                 output.fill(0.0)
+                logits = (softmax, cap_factor)
                 place = (visibility, first_row + row, column)
 
                 if begin < end:
                     self.query_ring.wait_full(queries)
-                    if true_scale < 0.0:
+                    if scale < 0.0:  # logit_scales' factors are positive
                         self.negate_queries(thread % WARPGROUP, consumer)
                     # The last tile, always masked: it is the one that may be partial.
                     self.key_ring.wait_full(k)
                     self.multiply_qk(operands, scores, k)
                     warpgroup.wait_group(0)
                     self.key_ring.release(k)
-                    self.mask(scores, place, end - 1)
+                    self.transform(scores, cap_factor, place, end - 1)
                     softmax.update(scores)
                     convert(scores, weights, self.dtype)
 
@@ -383,14 +398,14 @@ class Forward:
                     clear_begin = cutlass.min(clear_begin, clear_end)
                     if cutlass.const_expr(self.kind.right):
                         for tile in cutlass.range(end - 2, clear_end - 1, -1, unroll=1):
-                            self.step(operands, fragments, softmax, consumer, k, place, tile)
+                            self.step(operands, fragments, logits, consumer, k, place, tile)
                             k += 1
                     for tile in cutlass.range(clear_end - 1, clear_begin - 1, -1, unroll=1):
-                        self.step(operands, fragments, softmax, consumer, k, None, tile)
+                        self.step(operands, fragments, logits, consumer, k, None, tile)
                         k += 1
                     if cutlass.const_expr(self.kind.left):
                         for tile in cutlass.range(clear_begin - 1, begin - 1, -1, unroll=1):
-                            self.step(operands, fragments, softmax, consumer, k, place, tile)
+                            self.step(operands, fragments, logits, consumer, k, place, tile)
                             k += 1
 
                     self.query_ring.release(queries)
@@ -410,9 +425,10 @@ class Forward:
             prims.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def step(self, operands, fragments, softmax, consumer, k, place, tile):
+    def step(self, operands, fragments, logits, consumer, k, place, tile):
         """Products S(k+1) and O += P(k) V(k) together; softmax of S(k+1) under the latter."""
         scores, weights, output = fragments
+        softmax, cap_factor = logits
         self.key_ring.wait_full(k + 1)
         prims.barrier_cta_sync_aligned(TURN_BARRIER + consumer, thread_count=2 * WARPGROUP)
         self.multiply_qk(operands, scores, k + 1)
@@ -422,8 +438,7 @@ class Forward:
         prims.barrier_cta_arrive_aligned(TURN_BARRIER + following, 2 * WARPGROUP)
         warpgroup.wait_group(1)
         self.key_ring.release(k + 1)
-        if cutlass.const_expr(place is not None):
-            self.mask(scores, place, tile)
+        self.transform(scores, cap_factor, place, tile)
         factors = softmax.update(scores)
         warpgroup.wait_group(0)
         self.value_ring.release(k)
@@ -447,9 +462,13 @@ class Forward:
             cute.gemm(mma, accumulator, a[None, None, block], b[None, None, block], accumulator)
         warpgroup.commit_group()
 
-    def mask(self, scores, place, tile: Int32):
-        visibility, row, column = place
-        visibility.mask_fragment(scores, row, tile * self.tile_n + column)
+    def transform(self, scores, cap_factor, place, tile: Int32):
+        """Caps the scores of a key tile and hides what is masked, unless ``place`` is None."""
+        if self.capped:
+            cap_scores(scores, cap_factor)
+        if place is not None:
+            visibility, row, column = place
+            visibility.mask_fragment(scores, row, tile * self.tile_n + column)
 
     @cute.jit
     def negate_queries(self, thread: Int32, consumer: Int32):
@@ -470,18 +489,20 @@ class Forward:
     def epilogue(self, call: Call, output, softmax, visibility, place, thread, consumer):
         """Normalises, writes lse from registers and out through shared memory and TMA."""
         head, first_row, batch = place
+        problem = call.problem
         thread = thread % WARPGROUP
         row, _ = fragment_origin(thread)
         row += first_row + 64 * consumer
-        results = softmax.finish()
+        sink = load_or(call.sinks, batch * problem.num_heads + head, -Float32.inf)
+        results = softmax.finish(sink * LOG2_E)
         scales = []
         for half in cutlass.range_constexpr(2):
             inverse, lse = results[half]
             this_row = row + 8 * half
             real = this_row < visibility.num_rows
             scales.append(Float32(cutlass.select_(real, inverse, Float32(0.0))))
-            if (thread % 4 == 0) & (this_row < call.num_queries):
-                index = (Int64(batch) * call.num_queries + this_row) * call.num_heads + head
+            if (thread % 4 == 0) & (this_row < problem.num_queries):
+                index = (Int64(batch) * problem.num_queries + this_row) * problem.num_heads + head
                 target = cute.make_tensor(call.lse + index, cute.make_layout(1))
                 target[0] = Float32(cutlass.select_(real, lse, -Float32.inf))
         normalise(output, scales)
@@ -527,8 +548,9 @@ class Forward:
 def variants() -> list[Forward]:
     """All forward kernels, with the tiles that measured best (NOTES.md)."""
     return [
-        Forward(dtype, head_dim, kind, consumers, tile_n)
+        Forward(dtype, head_dim, kind, capped, consumers, tile_n)
         for dtype in DTYPES
         for head_dim, consumers, tile_n in ((64, 3, 128), (96, 3, 96), (128, 2, 128))
-        for kind in (FULL, CAUSAL, WINDOW)
+        for capped, kinds in ((False, (FULL, CAUSAL, WINDOW)),)
+        for kind in kinds
     ]
