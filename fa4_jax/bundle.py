@@ -121,13 +121,17 @@ def directory() -> pathlib.Path:
       BundleError: the library or the bundle was not built; says how to build it.
     """
     bundle = _NATIVE / "bundle"
-    for path in (_NATIVE / _LIBRARY, bundle / "manifest.txt"):
-        if not path.is_file():
-            raise BundleError(
-                f"fa4_jax's native part is not built: {path} does not exist. Run `make build` in "
-                "the source tree, or install the wheel of fa4-jax-ffi."
-            )
+    _require_built(_NATIVE / _LIBRARY)
+    _require_built(bundle / "manifest.txt")
     return bundle
+
+
+def _require_built(path: pathlib.Path) -> None:
+    if not path.is_file():
+        raise BundleError(
+            f"fa4_jax's native part is not built: {path} does not exist. Run `make build` in "
+            "the source tree, or install the wheel of fa4-jax-ffi."
+        )
 
 
 def kernels() -> tuple[KernelInfo, ...]:
@@ -161,11 +165,12 @@ def library(path: str | None = None) -> ctypes.CDLL:
         if _library is not None and path is not None:
             raise BundleError(f"a process opens one bundle; it is too late for {path}")
         if _library is None:
-            bundle = directory()
+            _require_built(_NATIVE / _LIBRARY)
+            bundle = directory() if path is None else path
             loaded = ctypes.CDLL(str(_NATIVE / _LIBRARY))
             loaded.Fa4JaxOpenBundle.argtypes = [ctypes.c_char_p]
             loaded.Fa4JaxOpenBundle.restype = ctypes.c_char_p
-            error = loaded.Fa4JaxOpenBundle((path or str(bundle)).encode())
+            error = loaded.Fa4JaxOpenBundle(str(bundle).encode())
             if error is not None:
                 raise BundleError(error.decode())
             for target, stem in _HANDLERS.items():

@@ -19,7 +19,7 @@
 namespace fa4_jax {
 
 // Which keys a call's queries can see, as far as kernels are specialised for it. A window kernel
-// serves full and causal calls as well; a segments kernel is one for windows that also compares ids.
+// serves full and causal calls too; a segments kernel is one for windows that also compares ids.
 enum class MaskKind { kFull, kCausal, kWindow, kSegments };
 
 // What becomes of a score before the mask.

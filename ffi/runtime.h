@@ -35,7 +35,7 @@ xla::ffi::Error Run(const Context& context, const Status& checked, Arguments& ar
 
 // Defines the exported handlers Fa4Jax<name>CudaInitialize, ...CudaExecute and ...EmulatedExecute
 // over one function `impl(const Context&, arguments...)` whose arguments `bind(binding)` declares.
-// The execute stage on CUDA may be captured into a graph: it allocates, loads and waits for nothing.
+// The execute stage on CUDA may be captured into a graph: it allocates, loads, waits for nothing.
 #define FA4_JAX_DEFINE_HANDLERS(name, impl, bind)                                              \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                               \
       Fa4Jax##name##CudaInitialize,                                                            \

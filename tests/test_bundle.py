@@ -18,6 +18,7 @@ entry mangled
 select dtype bf16
 select head_dim 128
 select mask causal
+select logits plain
 threads 384
 cluster 1 1 1
 shared 231424
@@ -73,7 +74,7 @@ def test_kernels_lists_the_manifest(built):
         name="sm90_forward_bf16_h128_causal",
         architecture="sm_90a",
         operation="forward",
-        select={"dtype": "bf16", "head_dim": "128", "mask": "causal"},
+        select={"dtype": "bf16", "head_dim": "128", "mask": "causal", "logits": "plain"},
         threads=384,
         registers=168,
         shared=231424,
@@ -89,7 +90,7 @@ def test_kernels_lists_the_manifest(built):
         ("", "manifest line 1: expected 'fa4_jax-bundle 1', found ''"),
         ("fa4_jax-bundle 2\n", "found 'fa4_jax-bundle 2'"),
         (MANIFEST.replace("threads 384\n", ""), "line 3: the kernel has no 'threads' line"),
-        (MANIFEST.replace("registers 32", "registers few"), "line 18: .*'few'"),
+        (MANIFEST.replace("registers 32", "registers few"), "line 19: .*'few'"),
     ],
 )
 def test_a_bad_manifest_is_refused(text, message):
@@ -154,9 +155,11 @@ def test_eight_threads_register_each_target_once_per_platform():
 
 
 @pytest.mark.usefixtures("built_library")
-def test_the_library_says_what_is_wrong_with_a_bundle(tmp_path):
-    (tmp_path / "bundle").mkdir()
-    (tmp_path / "bundle" / "manifest.txt").write_text(MANIFEST.replace("grid T/128", "grid T/x"))
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_library_says_what_is_wrong_with_a_bundle(tmp_path, installed):
+    directory = tmp_path / ("bundle" if installed else "another")
+    directory.mkdir()
+    (directory / "manifest.txt").write_text(MANIFEST.replace("grid T/128", "grid T/x"))
     error = run_python(
         f"""
         import pathlib, shutil
@@ -164,10 +167,10 @@ def test_the_library_says_what_is_wrong_with_a_bundle(tmp_path):
         shutil.copy(bundle._NATIVE / "libfa4_jax.so", {str(tmp_path)!r})
         bundle._NATIVE = pathlib.Path({str(tmp_path)!r})
         try:
-            bundle.library()
+            bundle.library({None if installed else str(directory)!r})
         except bundle.BundleError as error:
             print(error)
         """
     )
-    expected = "manifest line 14: cannot read 'grid T/x*N*B'"
-    assert error == f"{tmp_path}/bundle/manifest.txt: {expected}"
+    expected = "manifest line 15: cannot read 'grid T/x*N*B'"
+    assert error == f"{directory}/manifest.txt: {expected}"
