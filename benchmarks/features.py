@@ -70,6 +70,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument(
+        "--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"]
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="batch * length")
     parser.add_argument("--width", type=int, default=2048, help="query heads * head dim")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
@@ -80,9 +83,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     print(info.machine())
     records = []
-    for head_dim, length, is_causal in itertools.product(
-        arguments.head_dims, arguments.lengths, (False, True)
+    for head_dim, length, mask in itertools.product(
+        arguments.head_dims, arguments.lengths, arguments.masks
     ):
+        is_causal = mask == "causal"
         case = Case(
             head_dim, length, is_causal, arguments.tokens, arguments.width, 1, arguments.dtype
         )

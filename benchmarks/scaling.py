@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--devices", type=int, default=jax.device_count())
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument(
+        "--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"]
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="batch * length")
     parser.add_argument("--width", type=int, default=2048, help="query heads * head dim")
     parser.add_argument("--axes", nargs="+", choices=SPECS, default=list(SPECS))
@@ -72,9 +75,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     )
     records = []
     for length in arguments.lengths:
-        for is_causal in (False, True):
+        for mask in arguments.masks:
             case = Case(
-                arguments.head_dim, length, is_causal, arguments.tokens, arguments.width, 1,
+                arguments.head_dim, length, mask == "causal", arguments.tokens, arguments.width, 1,
                 jnp.bfloat16.__name__,
             )  # fmt: skip
             for axis in arguments.axes:
