@@ -32,7 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax import custom_calls, xla
+from fa4_jax import custom_calls, segments, xla
 from fa4_jax.spec import AttentionSpec, Operands
 
 # Stands for a traced scale of exactly 0 where its gradient is wanted: the kernels multiply dq by
@@ -60,19 +60,25 @@ class _Call:
 
     Attributes:
       left, right: the window, None = unlimited.
+      logits_soft_cap: None = no cap.
       platform: the only platform that the program is for ("cuda", or "cpu" for the emulator), or
         None: CUDA runs the kernels, every other platform :mod:`fa4_jax.xla`.
     """
 
     left: int | None
     right: int | None
+    logits_soft_cap: float | None
     platform: str | None
 
-    def attributes(self) -> dict[str, int]:
+    def attributes(self) -> dict[str, Any]:
         left, right = (
             custom_calls.UNLIMITED if side is None else side for side in (self.left, self.right)
         )
-        return {"window_left": left, "window_right": right}
+        return {
+            "window_left": left,
+            "window_right": right,
+            "logits_soft_cap": self.logits_soft_cap or 0.0,
+        }
 
     def run(self, kernels: Callable, fallback: Callable, *arguments):
         """Lowers to ``kernels`` or ``fallback``, as the platform of the program asks."""
@@ -91,7 +97,7 @@ class _Call:
         return lax.platform_dependent(*arguments, default=refuse, **{platform: kernels})
 
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(left=self.left, right=self.right, scale=None)
+        return AttentionSpec(self.left, self.right, logits_soft_cap=self.logits_soft_cap)
 
 
 class _Inputs(NamedTuple):
@@ -104,6 +110,12 @@ class _Inputs(NamedTuple):
     query_seq_lengths: Any = None  # s32 [B]
     key_value_seq_lengths: Any = None
     query_offset: Any = None
+    query_segment_ids: Any = None  # s32 [B,T]
+    key_value_segment_ids: Any = None  # s32 [B,S]
+    sinks: Any = None  # f32 [B,N]; the backward call has none, they are in lse
+
+    def operands(self) -> Operands:
+        return Operands(**self._asdict())
 
 
 class _Saved(NamedTuple):
@@ -123,8 +135,9 @@ def attend(
     The caller has made sure that :func:`fa4_jax.implementations.reasons` is empty.
 
     Args:
-      spec: what to compute; windows and scale are used.
-      operands: bfloat16 or float16 query, key and value, and int32 lengths and offsets.
+      spec: what to compute; windows, scale and cap are used.
+      operands: bfloat16 or float16 query, key and value, int32 lengths, offsets and segment ids,
+        and sinks.
       platform: "cuda" for a program that can be lowered for CUDA alone, "cpu" for one whose kernels
         the emulator runs, None for one that runs the kernels on CUDA and :mod:`fa4_jax.xla`
         anywhere else.
@@ -135,20 +148,27 @@ def attend(
     Raises:
       NotImplementedError: when forward-mode or second-order differentiation reaches the kernels.
     """
-    query = operands.query
+    batch, _, num_heads, _ = operands.query.shape
     scale = spec.scale if operands.scale is None else operands.scale
+    sinks = operands.sinks
+
+    def per_batch(x, *shape):
+        return _reverse_mode_only(jnp.broadcast_to(jnp.asarray(x, jnp.float32), (batch, *shape)))
+
     inputs = _Inputs(
-        query=_reverse_mode_only(query),
+        query=_reverse_mode_only(operands.query),
         key=_reverse_mode_only(operands.key),
         value=_reverse_mode_only(operands.value),
-        scale=_reverse_mode_only(
-            jnp.broadcast_to(jnp.asarray(scale, jnp.float32), query.shape[:1])
-        ),
+        scale=per_batch(scale),
         query_seq_lengths=operands.query_seq_lengths,
         key_value_seq_lengths=operands.key_value_seq_lengths,
         query_offset=operands.query_offset,
+        query_segment_ids=operands.query_segment_ids,
+        key_value_segment_ids=operands.key_value_segment_ids,
+        sinks=None if sinks is None else per_batch(sinks, num_heads),
     )
-    return _attention(_Call(spec.left, spec.right, platform), _equally_varying(inputs))
+    call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
+    return _attention(call, _equally_varying(inputs))
 
 
 def _equally_varying(inputs: _Inputs) -> _Inputs:
@@ -179,32 +199,45 @@ def _attention(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention_forward(call: _Call, inputs):
-    scale_is_wanted = inputs.scale.perturbed
+    # The names reach the backward rule as tree structure, not as values.
+    wanted = {name: () for name, x in inputs._asdict().items() if x is not None and x.perturbed}
     inputs = jax.tree.map(
         lambda leaf: leaf.value, inputs, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
     )
     # Both named here, inside the rule: else remat runs the kernel again for the missing one.
     out, lse = checkpoint_name(_forward(call, inputs), "context")
-    # The flag reaches the backward rule as tree structure, not as a value.
-    return (out, lse), (inputs, out, lse, () if scale_is_wanted else None)
+    return (out, lse), (inputs, out, lse, wanted)
 
 
 def _attention_backward(call: _Call, residuals, cotangents):
-    inputs, out, lse, scale_is_wanted = residuals
+    inputs, out, lse, wanted = residuals
     dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
     gradients = _Inputs(*(None if x is None else _zero_cotangent(x) for x in inputs))
     if dout is None and dlse is None:
         return (gradients,)
     dout = jnp.zeros_like(out) if dout is None else dout
+    sees = lse != -jnp.inf
+
+    if "sinks" in wanted:
+        # With the sink's probability p: d lse / d sink = p and d out / d sink = -p out.
+        shared = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+        shared = shared if dlse is None else shared + dlse
+        # Selected, not multiplied: the cotangent of a row that sees nothing may be NaN.
+        dsinks = jnp.where(sees, jnp.exp(inputs.sinks[:, None] - lse) * shared, 0)
+        gradients = gradients._replace(sinks=dsinks.sum(1))
+    if not wanted.keys() & {"query", "key", "value", "scale"}:
+        return (gradients,)
 
     scale = inputs.scale
-    if scale_is_wanted is not None:
+    if "scale" in wanted:
         scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
-    dq, dk, dv = _backward(call, inputs._replace(scale=scale), _Saved(out, lse, dout, dlse))
-    if scale_is_wanted is not None:
-        # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j).
+    saved = _Saved(out, lse, dout, dlse)
+    dq, dk, dv = _backward(call, inputs._replace(scale=scale, sinks=None), saved)
+    if "scale" in wanted:
+        # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j), where dz is the
+        # cotangent of the logits before the cap.
         product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
-        dscale = jnp.sum(product, axis=(1, 2, 3)) / scale
+        dscale = jnp.sum(jnp.where(sees[..., None], product, 0), axis=(1, 2, 3)) / scale
         is_zero = (inputs.scale == 0)[:, None, None, None]
         dq, dk = (jnp.where(is_zero, jnp.zeros_like(x), x) for x in (dq, dk))
         gradients = gradients._replace(scale=dscale)
@@ -324,6 +357,9 @@ class _Shards(NamedTuple):
             query_seq_lengths=per_batch,
             key_value_seq_lengths=per_batch,
             query_offset=per_batch,
+            query_segment_ids=spec(self.batch, self.time),
+            key_value_segment_ids=spec(self.batch, None),
+            sinks=spec(self.batch, self.heads),
         )
         return _Inputs(*(None if x is None else s for x, s in zip(inputs, specs, strict=True)))
 
@@ -387,25 +423,30 @@ def _localise(shards: _Shards, call: _Call, inputs: _Inputs, group: int):
     return inputs, kv_head
 
 
-def _sharding_rule(mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
-    """The Shardy rule of either call, read off the ranks and shapes of its operands.
+def _sharding_rule(structure, mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
+    """The Shardy rule of either call.
 
     Factors: b batch, t query positions, n query heads, m kv heads where they are fewer, s keys, h
     and v head dimensions. One compound factor (m g) for grouped query heads would let Shardy split
     a mesh axis between m and g, which no PartitionSpec can express; so m stands alone, and
     `_shards` ties the kv heads to the query heads.
+
+    Args:
+      structure: of the operands: `_Inputs`, for the backward call also `_Saved`.
     """
-    kv_heads = "n" if operand_types[0].shape[2] == operand_types[1].shape[2] else "m"
+    inputs, *saved = jax.tree.unflatten(structure, operand_types)
+    kv_heads = "n" if inputs.query.shape[2] == inputs.key.shape[2] else "m"
     query, lse, out = "b t n h", "b t n", "b t n v"
     key, value = f"b s {kv_heads} h", f"b s {kv_heads} v"
-    ranks = [len(operand.shape) for operand in operand_types]
-    per_batch = ranks.count(1)
-    arguments = [query, key, value] + ["b"] * per_batch
-    if len(result_types) == 2:
-        results = [out, lse]
-    else:
-        arguments += [out, lse, out, lse][: len(ranks) - len(arguments)]
-        results = [query, key, value]
+    factors = [_Inputs(query, key, value, "b", "b", "b", "b", "b t", "b s", "b n")]
+    factors += [_Saved(out, lse, out, lse)] * len(saved)
+    arguments = [
+        factor
+        for names, types in zip(factors, (inputs, *saved), strict=True)
+        for factor, present in zip(names, types, strict=True)
+        if present is not None
+    ]
+    results = [query, key, value] if saved else [out, lse]
     rule = ", ".join(arguments) + " -> " + ", ".join(results)
     return rule, {"need_replication_factors": ("h", "s", "v")}
 
@@ -419,16 +460,17 @@ def _partitioned(operation: Callable, partition: Callable, result_types: Callabl
     """
 
     @functools.cache
-    def partitioned(call: _Call):
+    def partitioned(call: _Call, structure):
         function = custom_partitioning(functools.partial(operation, call))
         function.def_partition(
-            partition=functools.partial(partition, call), sharding_rule=_sharding_rule
+            partition=functools.partial(partition, call),
+            sharding_rule=functools.partial(_sharding_rule, structure),
         )
         return function
 
     @functools.wraps(operation)
     def call_partitioned(call: _Call, *trees):
-        function = partitioned(call)
+        function = partitioned(call, jax.tree.structure(trees))
         if not jax.sharding.get_abstract_mesh().explicit_axes:
             return function(*trees)
         # With Explicit axes the result types name their shardings; the partitioner makes them so.
@@ -525,12 +567,15 @@ def _forward_local(call: _Call, inputs: _Inputs):
         )
 
     def kernels(inputs):
-        return custom_calls.forward(
-            *inputs, None, None, None, None, **call.attributes(), logits_soft_cap=0.0
-        )
+        bounds = None
+        if inputs.query_segment_ids is not None:
+            inputs, _ = _without_unseen(call, inputs)
+            bounds = segments.bounds(inputs.query_segment_ids, inputs.key_value_segment_ids)
+        *others, sinks = inputs
+        return custom_calls.forward(*others, bounds, sinks, **call.attributes())
 
     def fallback(inputs):
-        return xla.forward(call.spec(), Operands(**inputs._asdict()))
+        return xla.forward(call.spec(), inputs.operands())
 
     return call.run(kernels, fallback, inputs)
 
@@ -540,18 +585,37 @@ def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
         return tuple(jnp.zeros_like(x) for x in (inputs.query, inputs.key, inputs.value))
 
     def kernels(inputs, saved):
-        query, key, value, *per_batch = inputs
+        bounds = None
+        if inputs.query_segment_ids is not None:
+            inputs, queries = _without_unseen(call, inputs)
+            inputs = inputs._replace(query=_keep(queries, inputs.query))
+            saved = saved._replace(dout=_keep(queries, saved.dout))
+            bounds = segments.bounds(inputs.key_value_segment_ids, inputs.query_segment_ids)
+        query, key, value, *others, _ = inputs
         return custom_calls.backward(
-            *(query, key, value, *saved, *per_batch, None, None, None),
-            **call.attributes(),
-            logits_soft_cap=0.0,
+            query, key, value, *saved, *others, bounds, **call.attributes()
         )
 
     def fallback(inputs, saved):
-        gradients = xla.backward(call.spec(), Operands(**inputs._asdict()), *saved)
+        gradients = xla.backward(call.spec(), inputs.operands(), *saved)
         return gradients.query, gradients.key, gradients.value
 
     return call.run(kernels, fallback, inputs, saved)
+
+
+def _without_unseen(call: _Call, inputs: _Inputs) -> tuple[_Inputs, jax.Array]:
+    """Inputs with 0 in keys and values that no query sees, and bool [B, T]: which queries see any.
+
+    A kernel's product of a hidden row has the factor 0, which makes no 0 of a NaN stored there. The
+    rows that lengths and windows hide it clears itself; which rows segments hide, it cannot know.
+    """
+    queries, keys = segments.seen(call.spec(), inputs.operands())
+    return inputs._replace(key=_keep(keys, inputs.key), value=_keep(keys, inputs.value)), queries
+
+
+def _keep(rows: jax.Array, x: jax.Array) -> jax.Array:
+    """x [B, R, N, H] with 0 in the other rows; rows bool [B, R]."""
+    return jnp.where(rows[:, :, None, None], x, 0)
 
 
 def _is_empty(inputs: _Inputs) -> bool:

@@ -33,14 +33,10 @@ def reasons(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
     found = []
     for name, why in (
         ("bias", "the kernels add no bias to the logits"),
-        ("mask", "the kernels read no mask array (causal, windows and lengths are served)"),
-        ("query_segment_ids", "the kernels compare no segment ids"),
-        ("sinks", "the kernels have no sink in the softmax denominator"),
+        ("mask", "the kernels read no mask array (windows, lengths and segments are served)"),
     ):
         if getattr(operands, name) is not None:
             found.append(f"{name}: {why}")
-    if spec.logits_soft_cap is not None:
-        found.append(f"logits_soft_cap={spec.logits_soft_cap}: the kernels do not cap logits")
     if spec.deterministic:
         found.append("deterministic=True: the backward kernel sums in varying order")
     if spec.quantization is not None:

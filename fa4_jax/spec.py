@@ -99,7 +99,7 @@ class Operands:
       query_offset: int32 [B], within +-`POSITION_LIMIT`; the position of query 0.
       query_segment_ids: int32 [B, T].
       key_value_segment_ids: int32 [B, S]; given exactly when query_segment_ids is.
-      sinks: [N], floating; an extra logit of each head's softmax denominator.
+      sinks: [N] or [B, N], floating; an extra logit of each head's softmax denominator.
       scale: [] or [B], float32 (float64 for float64 inputs); given exactly when spec.scale is None.
     """
 

@@ -159,7 +159,7 @@ class _Arrays(NamedTuple):
     key: Any  # [B, K, S, H]
     value: Any  # [B, K, S, Hv]
     bias: Any  # [B|1, K|1, G|1, T|1, S|1]
-    sinks: Any  # [K, G]
+    sinks: Any  # [K, G] or [B, K, G]
     scale: Any  # [] or [B, 1, 1, 1, 1]
     mask: Any  # as bias, bool
     query_segment_ids: Any  # [B, T]
@@ -227,7 +227,7 @@ def _arrange_floats(floats: dict[str, Array], kv_heads: int) -> dict[str, Array]
             x = x if x.shape[2] != 1 and x.shape[3] != 1 else x.astype(wide)
             arranged[name] = _split_head_axis(x, kv_heads)
         elif name == "sinks":
-            arranged[name] = x.astype(wide).reshape(kv_heads, -1)
+            arranged[name] = x.astype(wide).reshape(*x.shape[:-1], kv_heads, -1)
         else:
             arranged[name] = x.reshape(-1, 1, 1, 1, 1) if x.ndim else x
     return arranged

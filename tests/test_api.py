@@ -216,12 +216,6 @@ def built(monkeypatch, tmp_path):
 UNSERVED = [
     ({"bias": like(6, 5)}, "bias"),
     ({"mask": np.ones((6, 5), bool)}, "mask"),
-    (
-        {"query_segment_ids": np.ones((2, 6), int), "key_value_segment_ids": np.ones((2, 5), int)},
-        "query_segment_ids",
-    ),
-    ({"logits_soft_cap": 2.0}, "logits_soft_cap=2.0"),
-    ({"sinks": like(4)}, "sinks"),
     ({"deterministic": True}, "deterministic=True"),
     ({"query": Q, "key": K, "value": K}, "dtype float32"),
     (
@@ -255,10 +249,10 @@ def test_reasons(arguments, reason, built):
 def test_every_reason_is_listed(built):
     with pytest.raises(NotImplementedError) as error:
         fa4_jax.dot_product_attention(
-            Q, K, K, like(6, 5), logits_soft_cap=1.0, implementation=("emulated", "fa4")
+            Q, K, K, like(6, 5), deterministic=True, implementation=("emulated", "fa4")
         )
     text = str(error.value)
-    for part in ('"emulated"', '"fa4"', "bias", "logits_soft_cap", "dtype float32"):
+    for part in ('"emulated"', '"fa4"', "bias", "deterministic", "dtype float32"):
         assert part in text
 
 
@@ -274,6 +268,20 @@ def test_choice_where_the_kernels_serve(built):
     ):
         fa4_jax.dot_product_attention(*H16, implementation=implementation)
         assert built.pop() == platform, implementation
+    fa4_jax.dot_product_attention(
+        *H16,
+        query_segment_ids=np.ones((2, 6), int),
+        key_value_segment_ids=np.ones((2, 5), int),
+        logits_soft_cap=2.0,
+        sinks=like(4),
+        is_causal=True,
+        query_offset=1,
+        local_window_size=(3, 0),
+        query_seq_lengths=[1, 2],
+        key_value_seq_lengths=[1, 2],
+        implementation="fa4",
+    )
+    assert built.pop() == "cuda"
     fa4_jax.dot_product_attention(*H16, implementation=("xla", "fa4"))
     empty = fa4_jax.dot_product_attention(H16[0][:, :0], *H16[1:], implementation="fa4")
     assert empty.shape == (2, 0, 4, 8)
