@@ -148,27 +148,34 @@ def attend(
     Raises:
       NotImplementedError: when forward-mode or second-order differentiation reaches the kernels.
     """
-    batch, _, num_heads, _ = operands.query.shape
     scale = spec.scale if operands.scale is None else operands.scale
-    sinks = operands.sinks
-
-    def per_batch(x, *shape):
-        return _reverse_mode_only(jnp.broadcast_to(jnp.asarray(x, jnp.float32), (batch, *shape)))
-
+    spread = functools.partial(_spread, jax.typeof(operands.query))
     inputs = _Inputs(
         query=_reverse_mode_only(operands.query),
         key=_reverse_mode_only(operands.key),
         value=_reverse_mode_only(operands.value),
-        scale=per_batch(scale),
+        scale=_reverse_mode_only(spread(scale, 0)),
         query_seq_lengths=operands.query_seq_lengths,
         key_value_seq_lengths=operands.key_value_seq_lengths,
         query_offset=operands.query_offset,
         query_segment_ids=operands.query_segment_ids,
         key_value_segment_ids=operands.key_value_segment_ids,
-        sinks=None if sinks is None else per_batch(sinks, num_heads),
+        sinks=None if operands.sinks is None else _reverse_mode_only(spread(operands.sinks, 0, 2)),
     )
     call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
     return _attention(call, _equally_varying(inputs))
+
+
+def _spread(query, x: Any, *axes: int) -> jax.Array:
+    """Broadcasts x to float32 of the given axes of query, also in how it is sharded."""
+    shape = tuple(query.shape[axis] for axis in axes)
+    broadcast: Any = functools.partial(jnp.broadcast_to, shape=shape)
+    if explicit := query.sharding.mesh.explicit_axes:
+        # Else a gradient of it would be sharded otherwise than itself.
+        spec = PartitionSpec(*(query.sharding.spec[axis] for axis in axes))
+        sharding = query.sharding.update(spec=spec)
+        broadcast = jax.sharding.auto_axes(broadcast, axes=explicit, out_sharding=sharding)
+    return broadcast(jnp.asarray(x, jnp.float32))
 
 
 def _equally_varying(inputs: _Inputs) -> _Inputs:

@@ -130,43 +130,71 @@ def test_jit_without_a_mesh_in_context():
     assert_close(compiled(*sharded), run(*arguments))
 
 
-def test_every_other_operand_follows_its_batch_and_heads():
-    """bias, mask, lengths, segments and sinks, on the implementation that takes them all."""
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("implementation", "query_spec", "sinks_spec"),
+    [
+        ("xla", P("x", None, "y"), P("y")),
+        (None, P("x", None, "y"), P("y")),
+        (None, P(None, "x", "y"), P("x")),
+        ("emulated", P("x", None, "y"), P()),
+    ],
+    ids=str,
+)
+def test_every_other_operand_follows_the_query(implementation, query_spec, sinks_spec, axis_type):
+    """bias and mask where they are served, lengths, segments, sinks and a traced scale."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
     query, key, value, lengths, dout, _ = problem(8, 4)
     keys = jax.random.split(jax.random.key(0), 3)
+    batch, time, heads = query_spec
+    kv_spec = P(batch, None, heads)
     operands = {
-        "query": (query, P("x", None, "y")),
-        "key": (key, P("x", None, "y")),
-        "value": (value, P("x", None, "y")),
-        "bias": (jax.random.normal(keys[0], (B, 8, T, S)), P("x", "y")),
-        "mask": (jax.random.bernoulli(keys[1], 0.7, (B, 1, T, S)), P("x")),
-        "query_seq_lengths": (lengths // 2 + 1, P("x")),
-        "key_value_seq_lengths": (lengths, P("x")),
-        "query_segment_ids": (jnp.arange(B * T).reshape(B, T) % T // 8, P("x")),
-        "key_value_segment_ids": (jnp.arange(B * S).reshape(B, S) % S // 8, P("x")),
-        "sinks": (jax.random.normal(keys[2], (8,)), P("y")),
+        "query": (query, query_spec),
+        "key": (key, kv_spec),
+        "value": (value, kv_spec),
+        "query_seq_lengths": (lengths // 2 + 1, P(batch)),
+        "key_value_seq_lengths": (lengths, P(batch)),
+        "query_segment_ids": (jnp.arange(B * T).reshape(B, T) % T // 8, P(batch, time)),
+        "key_value_segment_ids": (jnp.arange(B * S).reshape(B, S) % S // 8, P(batch)),
+        "sinks": (jax.random.normal(keys[2], (8,)), sinks_spec),
+        "scale": (jnp.float32(0.4), P()),
     }
-    values = {name: x for name, (x, _) in operands.items()}
-    sharded = {
-        name: jax.device_put(x, NamedSharding(mesh, spec)) for name, (x, spec) in operands.items()
-    }
+    if implementation == "xla":
+        operands["bias"] = (jax.random.normal(keys[0], (B, 8, T, S)), P("x", "y"))
+        operands["mask"] = (jax.random.bernoulli(keys[1], 0.7, (B, 1, T, S)), P("x"))
 
     def run(operands, dout):
         floating = {n: x for n, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         others = {n: x for n, x in operands.items() if n not in floating}
 
         def function(floating):
-            return fa4_jax.dot_product_attention(**floating, **others, implementation="xla")
+            return fa4_jax.dot_product_attention(
+                **floating, **others, logits_soft_cap=3.0, implementation=implementation
+            )
 
         out, pullback = jax.vjp(function, floating)
-        return out, pullback(dout)
+        (gradients,) = pullback(dout)
+        return out, gradients
 
-    dout_sharded = jax.device_put(dout, NamedSharding(mesh, P("x", None, "y")))
-    compiled = jax.jit(run).lower(sharded, dout_sharded).compile()
-    # The gradient of sinks is a sum over the batch, which is sharded.
-    assert set(count_collectives(compiled)) <= {"all-reduce"}
-    assert_close(compiled(sharded, dout_sharded), jax.jit(run)(values, dout))
+    values = {name: x for name, (x, _) in operands.items()}
+    sharded = {
+        name: jax.device_put(x, NamedSharding(mesh, spec)) for name, (x, spec) in operands.items()
+    }
+    with jax.set_mesh(mesh):
+        dout_sharded = jax.device_put(dout, NamedSharding(mesh, query_spec))
+        compiled = jax.jit(run).lower(sharded, dout_sharded).compile()
+        # Sums over the batch or the queries: the gradients of sinks and scale, and of keys.
+        if sinks_spec == P(heads):
+            assert set(count_collectives(compiled)) <= {"all-reduce"}
+        if time is None:
+
+            def without(operands, dout):
+                out, gradients = run(operands, dout)
+                return out, {name: gradients[name] for name in ("query", "key", "value")}
+
+            assert not count_collectives(jax.jit(without).lower(sharded, dout_sharded).compile())
+        if implementation != "emulated":
+            assert_close(compiled(sharded, dout_sharded), jax.jit(run)(values, dout))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

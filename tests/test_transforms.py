@@ -39,6 +39,15 @@ def problem(*leading, dtype=jnp.bfloat16, seed=0):
     ]
 
 
+def segments(*leading, seed=0):
+    """Query and key ids, not sorted, some without a partner."""
+    random = np.random.default_rng(seed)
+    return [
+        jnp.asarray(random.integers(low, low + 4, (*leading, B, size)), jnp.int32)
+        for low, size in ((0, T), (1, S))
+    ]
+
+
 def assert_close(actual, expected, tolerance=2**-7):
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
@@ -104,6 +113,35 @@ def test_vmap_over_mask_alone():
         return fa4_jax.dot_product_attention(query, key, value, mask=mask, implementation="xla")
 
     assert_close(jax.vmap(function)(masks), loop(function, (0,), masks))
+
+
+@pytest.mark.parametrize(
+    "in_axes", [(0, None, None, None), (None, 0, None, 0), (None, 1, 2, 1)], ids=str
+)
+def test_vmap_over_segments_and_sinks(attention, in_axes):
+    _, key, value = problem()
+    arrays = (problem(3)[0], *segments(3), jnp.linspace(-1, 2, 3 * N).reshape(3, N))
+
+    def function(query, query_ids, key_ids, sinks):
+        def call(query, key, sinks):
+            return attention(
+                query,
+                key,
+                value,
+                query_segment_ids=query_ids,
+                key_value_segment_ids=key_ids,
+                sinks=sinks,
+                logits_soft_cap=2.0,
+            )
+
+        return gradients(call)(query, key, sinks)
+
+    arrays = [
+        jnp.moveaxis(x, 0, a) if a is not None else x[0]
+        for x, a in zip(arrays, in_axes, strict=True)
+    ]
+    function = jax.jit(function)
+    assert_close(jax.vmap(function, in_axes)(*arrays), loop(function, in_axes, *arrays))
 
 
 def test_vmap_over_scale_and_its_gradient(attention):
@@ -209,7 +247,7 @@ def test_an_unused_residual_costs_no_operand():
     operands = problem()
     text = cuda_text(gradients(KERNELS), *operands)
     (call,) = re.findall(r"custom_call @fa4_jax\.backward\.v1.*", text)
-    assert "tensor<0xf32>" in call
+    assert "tensor<0x0x0xf32>" in call
 
     def with_residual(*operands):
         out, lse = KERNELS(*operands, return_residual=True)
@@ -217,7 +255,7 @@ def test_an_unused_residual_costs_no_operand():
 
     text = cuda_text(jax.grad(with_residual), *operands)
     (call,) = re.findall(r"custom_call @fa4_jax\.backward\.v1.*", text)
-    assert "tensor<0xf32>" not in call
+    assert "tensor<0x0x0xf32>" not in call
 
 
 def test_no_backward_call_where_no_gradient_flows():
@@ -233,10 +271,15 @@ def test_no_backward_call_where_no_gradient_flows():
     text = cuda_text(jax.grad(only_lengths), jnp.ones((B,), jnp.float32))
     assert count_calls(text)[1] == 0
 
+    def only_sinks(sinks):
+        return KERNELS(*problem(), sinks=sinks).astype(jnp.float32).sum()
+
+    assert count_calls(cuda_text(jax.grad(only_sinks), jnp.ones((N,)))) == (1, 0)
+
 
 def test_zero_cotangents_give_zero_gradients(attention):
-    operands = problem()
-    out, pullback = jax.vjp(attention, *operands)
+    operands = (*problem(), jnp.ones((N,)))
+    out, pullback = jax.vjp(lambda *xs: attention(*xs[:3], sinks=xs[3]), *operands)
     for gradient in pullback(jnp.zeros_like(out)):
         assert not np.any(np.asarray(gradient, np.float32))
 
@@ -261,16 +304,15 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_kernels_refuse_forward_mode_and_second_order(name):
-    query, key, value = problem()
-    for operand in range(3):
+    operands = dict(zip(("query", "key", "value"), problem(), strict=True), sinks=jnp.ones((N,)))
+    for operand, x in operands.items():
 
         def function(x, operand=operand):
-            operands = [query, key, value]
-            operands[operand] = x
-            return fa4_jax.dot_product_attention(*operands, implementation=("fa4", "xla"))
+            changed = operands | {operand: x}
+            return fa4_jax.dot_product_attention(**changed, implementation=("fa4", "xla"))
 
         with pytest.raises(NotImplementedError, match=r'first-order.*implementation="xla"'):
-            UNSUPPORTED[name](function, (query, key, value)[operand])
+            UNSUPPORTED[name](function, x)
 
 
 def test_forward_mode_equals_reverse_mode_on_xla():
