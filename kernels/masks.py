@@ -22,6 +22,7 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
+from cutlass.experimental import primitives as prims
 
 from .abi import SEGMENT_ROWS
 
@@ -71,6 +72,21 @@ def load_or(pointer: cute.Pointer, index: Int32, default: Int32 | Float32) -> In
     return value
 
 
+def load_within(pointer: cute.Pointer, index: Int32, offset: int, count: Int32) -> Int32:
+    """``pointer[index + offset]``, or 0 where that is ``count`` or more.
+
+    One predicated load with an immediate offset: loads at many offsets from one index need no
+    address each, in places where registers are short.
+    """
+    return prims.inline_ptx(
+        "{ .reg .pred inside; mov.b32 {$w0}, 0;"
+        f" setp.gt.s32 inside, {{$r1}}, {offset};"
+        f" @inside ld.global.nc.s32 {{$w0}}, [{{$r0}}+{4 * offset}]; }}",
+        write_only_types=[Int32],
+        read_only_args=[pointer + index, count - index],
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is to be computed: the traced arguments of ``abi.PROBLEM``, in its order.
@@ -118,13 +134,13 @@ class Segments:
             self.batch, self.column_ids, self.row_ids, self.num_columns, self.num_rows, self.bounds
         )
 
-    def row_id(self, row: Int32) -> Int32:
-        """Id of a row; of the last one for rows past the end."""
-        return load(self.row_ids, cutlass.min(row, self.num_rows - 1))
+    def row_id(self, row: Int32, offset: int = 0) -> Int32:
+        """Id of row ``row + offset``; 0 past the last row."""
+        return load_within(self.row_ids, row, offset, self.num_rows)
 
-    def column_id(self, column: Int32) -> Int32:
-        """Id of a column; of the last one for columns past the end."""
-        return load(self.column_ids, cutlass.min(column, self.num_columns - 1))
+    def column_id(self, column: Int32, offset: int = 0) -> Int32:
+        """Id of column ``column + offset``; 0 past the last column."""
+        return load_within(self.column_ids, column, offset, self.num_columns)
 
     def ranges(self, first_row: Int32, rows: int, end_row: Int32) -> tuple[Int32, ...]:
         """(begin, end, clear_begin, clear_end) of the rows ``first_row + [0, rows)``.
@@ -299,26 +315,27 @@ class Visibility:
           row: global row of this thread's element 0 (the thread also holds ``row + 8``).
           column: global column of this thread's element 0.
         """
-        columns = [8 * (i // 4) + i % 2 for i in range(cute.size(fragment))]
-        if self.segments is not None:
-            ids = {n: self.segments.column_id(column + n) for n in sorted(set(columns))}
+        row_ids, begins, ends = [], [], []
         for half in range(2):
             this_row = row + 8 * half
             end = self.num_columns
             if self.kind.right:
                 end = cutlass.min(end, this_row + self.shift_right + 1)
-            end = end - column
-            begin = this_row + self.shift_left - column
+            ends.append(end - column)
+            begins.append(this_row + self.shift_left - column)
             if self.segments is not None:
-                row_id = self.segments.row_id(this_row)
-            for i, offset in enumerate(columns):
-                if (i // 2) % 2 == half:
-                    visible = offset < end
-                    if self.kind.left:
-                        visible = cutlass.and_(visible, offset >= begin)
-                    if self.segments is not None:
-                        visible = cutlass.and_(visible, ids[offset] == row_id)
-                    fragment[i] = Float32(cutlass.select_(visible, fragment[i], Float32(fill)))
+                row_ids.append(self.segments.row_id(row, 8 * half))
+        for offset in (8 * n + m for n in range(cute.size(fragment) // 4) for m in range(2)):
+            if self.segments is not None:
+                column_id = self.segments.column_id(column, offset)
+            for half in range(2):
+                i = 4 * (offset // 8) + 2 * half + offset % 8
+                visible = offset < ends[half]
+                if self.kind.left:
+                    visible = cutlass.and_(visible, offset >= begins[half])
+                if self.segments is not None:
+                    visible = cutlass.and_(visible, column_id == row_ids[half])
+                fragment[i] = Float32(cutlass.select_(visible, fragment[i], Float32(fill)))
 
 
 def fragment_origin(thread: Int32) -> tuple[Int32, Int32]:

@@ -1,7 +1,9 @@
 """FlashAttention forward for Hopper (sm_90a): out and log-sum-exp of one persistent kernel.
 
 One CTA per SM takes query tiles of tile_m rows (64 per consumer warpgroup) one after another and
-walks each tile's keys from the last visible one down, tile_n at a time.
+walks each tile's keys from the last visible one down, tile_n at a time. Variants differ in what of
+the mask is compiled in (masks.py), which key tiles it skips or leaves unmasked included, and in
+whether logits have a soft cap; sinks are part of the epilogue of all (softmax.py).
 
     warpgroup 0      producer: its first warp loads Q, K and V by TMA          24-32 registers
     warpgroup 1..W   consumers: 64 query rows each, S = Q K^T, softmax, O += P V   160-240
@@ -47,7 +49,8 @@ from cutlass.experimental import primitives as prims
 from .. import abi
 from ..masks import (
     CAUSAL,
-    FULL,
+    KINDS,
+    SEGMENTS,
     WINDOW,
     MaskKind,
     Problem,
@@ -378,8 +381,8 @@ class Forward:
                 scale_log2, cap_factor = logit_scales(scale, soft_cap)
                 softmax = OnlineSoftmax.start(scale_log2)
                 output.fill(0.0)
-                logits = (softmax, cap_factor)
                 place = (visibility, first_row + row, column)
+                work = (operands, fragments, softmax, consumer, cap_factor, place)
 
                 if begin < end:
                     self.query_ring.wait_full(queries)
@@ -390,23 +393,30 @@ class Forward:
                     self.multiply_qk(operands, scores, k)
                     warpgroup.wait_group(0)
                     self.key_ring.release(k)
-                    self.transform(scores, cap_factor, place, end - 1)
+                    self.transform(work, end - 1, True)
                     softmax.update(scores)
                     convert(scores, weights, self.dtype)
 
                     clear_end = cutlass.min(clear_end, end - 1)
                     clear_begin = cutlass.min(clear_begin, clear_end)
-                    if cutlass.const_expr(self.kind.right):
-                        for tile in cutlass.range(end - 2, clear_end - 1, -1, unroll=1):
-                            self.step(operands, fragments, logits, consumer, k, place, tile)
+                    if cutlass.const_expr(self.capped):
+                        # One loop: with three, ptxas spills.
+                        for tile in cutlass.range(end - 2, begin - 1, -1, unroll=1):
+                            masked = (tile < clear_begin) | (tile >= clear_end)
+                            self.step(work, k, tile, masked)
                             k += 1
-                    for tile in cutlass.range(clear_end - 1, clear_begin - 1, -1, unroll=1):
-                        self.step(operands, fragments, logits, consumer, k, None, tile)
-                        k += 1
-                    if cutlass.const_expr(self.kind.left):
-                        for tile in cutlass.range(clear_begin - 1, begin - 1, -1, unroll=1):
-                            self.step(operands, fragments, logits, consumer, k, place, tile)
+                    else:
+                        if cutlass.const_expr(self.kind.right):
+                            for tile in cutlass.range(end - 2, clear_end - 1, -1, unroll=1):
+                                self.step(work, k, tile, True)
+                                k += 1
+                        for tile in cutlass.range(clear_end - 1, clear_begin - 1, -1, unroll=1):
+                            self.step(work, k, tile, False)
                             k += 1
+                        if cutlass.const_expr(self.kind.left):
+                            for tile in cutlass.range(clear_begin - 1, begin - 1, -1, unroll=1):
+                                self.step(work, k, tile, True)
+                                k += 1
 
                     self.query_ring.release(queries)
                     queries += 1
@@ -425,10 +435,10 @@ class Forward:
             prims.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def step(self, operands, fragments, logits, consumer, k, place, tile):
+    def step(self, work, k: Int32, tile: Int32, masked):
         """Products S(k+1) and O += P(k) V(k) together; softmax of S(k+1) under the latter."""
+        operands, fragments, softmax, consumer, _, _ = work
         scores, weights, output = fragments
-        softmax, cap_factor = logits
         self.key_ring.wait_full(k + 1)
         prims.barrier_cta_sync_aligned(TURN_BARRIER + consumer, thread_count=2 * WARPGROUP)
         self.multiply_qk(operands, scores, k + 1)
@@ -438,9 +448,13 @@ class Forward:
         prims.barrier_cta_arrive_aligned(TURN_BARRIER + following, 2 * WARPGROUP)
         warpgroup.wait_group(1)
         self.key_ring.release(k + 1)
-        self.transform(scores, cap_factor, place, tile)
+        early = self.kind.segments and masked is not False
+        if cutlass.const_expr(early):  # comparing ids takes the registers of P
+            warpgroup.wait_group(0)
+        self.transform(work, tile, masked)
         factors = softmax.update(scores)
-        warpgroup.wait_group(0)
+        if cutlass.const_expr(not early):
+            warpgroup.wait_group(0)
         self.value_ring.release(k)
         convert(scores, weights, self.dtype)
         rescale(output, factors)
@@ -462,12 +476,13 @@ class Forward:
             cute.gemm(mma, accumulator, a[None, None, block], b[None, None, block], accumulator)
         warpgroup.commit_group()
 
-    def transform(self, scores, cap_factor, place, tile: Int32):
-        """Caps the scores of a key tile and hides what is masked, unless ``place`` is None."""
-        if self.capped:
+    @cute.jit
+    def transform(self, work, tile: Int32, masked):
+        """Caps the scores of a key tile, and hides what is masked if ``masked`` (maybe traced)."""
+        _, (scores, _, _), _, _, cap_factor, (visibility, row, column) = work
+        if cutlass.const_expr(self.capped):
             cap_scores(scores, cap_factor)
-        if place is not None:
-            visibility, row, column = place
+        if masked:
             visibility.mask_fragment(scores, row, tile * self.tile_n + column)
 
     @cute.jit
@@ -490,7 +505,11 @@ class Forward:
         """Normalises, writes lse from registers and out through shared memory and TMA."""
         head, first_row, batch = place
         problem = call.problem
-        thread = thread % WARPGROUP
+        # Copied out of the compiler's sight: all addresses below follow from it, would be computed
+        # once per CTA, and occupy registers in the main loops.
+        thread = prims.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread % WARPGROUP]
+        )
         row, _ = fragment_origin(thread)
         row += first_row + 64 * consumer
         sink = load_or(call.sinks, batch * problem.num_heads + head, -Float32.inf)
@@ -547,10 +566,13 @@ class Forward:
 
 def variants() -> list[Forward]:
     """All forward kernels, with the tiles that measured best (NOTES.md)."""
-    return [
-        Forward(dtype, head_dim, kind, capped, consumers, tile_n)
-        for dtype in DTYPES
-        for head_dim, consumers, tile_n in ((64, 3, 128), (96, 3, 96), (128, 2, 128))
-        for capped, kinds in ((False, (FULL, CAUSAL, WINDOW)),)
-        for kind in kinds
-    ]
+    tiles = {64: (3, 128), 96: (3, 96), 128: (2, 128)}
+    kernels = []
+    for dtype in DTYPES:
+        for head_dim, (consumers, tile_n) in tiles.items():
+            kernels += [Forward(dtype, head_dim, kind, False, consumers, tile_n) for kind in KINDS]
+            kernels.append(Forward(dtype, head_dim, WINDOW, True, consumers, tile_n))
+            # Ids of 128 keys and their tanh are more than 160 registers hold.
+            tile_n = 112 if head_dim == 64 else tile_n
+            kernels.append(Forward(dtype, head_dim, SEGMENTS, True, consumers, tile_n))
+    return kernels
