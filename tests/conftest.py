@@ -13,19 +13,6 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import pytest  # noqa: E402
 
-_MARKERS = (
-    "gpu: needs an NVIDIA GPU; skipped where there is none",
-    "multi_gpu: needs two or more NVIDIA GPUs",
-    "emulator: runs kernels on the emulator",
-    "peers: needs packages of other projects; skipped where they are missing",
-    "slow: takes longer than 20 seconds",
-)
-
-
-def pytest_configure(config):
-    for marker in _MARKERS:
-        config.addinivalue_line("markers", marker)
-
 
 def _num_gpus() -> int:
     """Counts GPUs without touching jax: on a machine without any, its CUDA plugin complains."""
