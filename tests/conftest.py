@@ -10,6 +10,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 # References on a GPU must not be computed in TF32.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+# Several workers share a GPU, so none may take it whole.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import pytest  # noqa: E402
 
