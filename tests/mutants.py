@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
+import oracle
 from emulator import EmulatorError, launch_kernel
 
 BUNDLE = pathlib.Path(__file__).resolve().parent.parent / "fa4_jax" / "_native" / "bundle"
@@ -157,11 +158,12 @@ class Workload:
     """A kernel's launch on small inputs, and what it gave.
 
     Two batch elements with partial last tiles, the second with shorter lengths, an offset and a
-    negative scale; NaN wherever no query may look. Both query heads share one key/value head.
+    negative scale; NaN wherever no query may look. Both query heads share one key/value head. Where
+    the kernel has segments, they leave some tiles clear.
     """
 
     def __init__(self, kernel: str, bundle: pathlib.Path = BUNDLE):
-        _, self.operation, dtype, head_dim, mask = kernel.split("_")
+        _, self.operation, dtype, head_dim, mask, *capped = kernel.split("_")
         self.directory, self.kernel = bundle / "sm_90a", kernel
         self.ptx = (self.directory / f"{kernel}.ptx").read_text()
         blocks = (bundle / "manifest.txt").read_text().split("\n\n")
@@ -169,17 +171,21 @@ class Workload:
         self.dtype, H = DTYPES[dtype], int(head_dim[1:])
         B, N, K = 2, 2, 1
         T, S = (300, 300) if self.operation == "forward" else (200, 200)
+        if mask == "segments" and self.operation == "forward":
+            S = 600  # so many masked key tiles that one is loaded into the stage of another
         # Windows that cut some tiles on the left, some on the right, and some not at all.
         window = (260 if self.operation == "forward" else 130, 130)
         full, causal = (UNLIMITED, UNLIMITED), (UNLIMITED, 0)
-        left, right = {"full": full, "causal": causal, "window": window}[mask]
+        masks = {"full": full, "causal": causal, "window": window, "segments": window}
+        left, right = masks[mask]
         self.symbols = dict(B=B, T=T, S=S, N=N, K=K, Tp=-(-T // 128) * 128, Hp=H, Hv=H)
         self.symbols |= dict(window_left=left, window_right=right, num_sms=2)
+        self.symbols |= dict(logits_soft_cap=3.0 if capped else 0.0)
         self.random = np.random.default_rng(0)
         # The second element's tiles are whole and partial, of queries and of keys: a fence for the
         # ones must not hide that the others lack theirs.
         queries, keys = np.array([T, T - 60], np.int32), np.array([S, S - 60], np.int32)
-        offset = {"full": 0, "causal": 3, "window": left + 10}[mask]
+        offset = {"full": 0, "causal": 3}.get(mask, left + 10)
         self.operands = {
             "query": self.normal((B, T, N, H), queries),
             "key": self.normal((B, S, K, H), keys),
@@ -190,12 +196,24 @@ class Workload:
             "query_seq_lengths": queries,
             "key_value_seq_lengths": keys,
             "query_offset": np.array([0, offset], np.int32),
+            "query_segment_ids": None,
+            "key_value_segment_ids": None,
+            "segment_bounds": None,
+            "sinks": self.random.standard_normal((B, N)).astype(np.float32),
         }
+        if mask == "segments":
+            # The second's clear keys come after unclear ones.
+            ids = [
+                np.stack([np.arange(n) >= n - 10, self.random.random(n) < share]).astype(np.int32)
+                for n, share in ((T, 0), (S, (np.arange(S) < 400) / 2))
+            ]
+            self.operands["query_segment_ids"], self.operands["key_value_segment_ids"] = ids
+            self.operands["segment_bounds"] = oracle.segment_bounds(*ids)
         for name in ("key", "value"):  # before every query's window
             self.operands[name][1, : max(0, offset - left)] = np.nan
         self.results = ("out", "lse")
         if self.operation == "backward":
-            self.prepare_backward(dtype, head_dim, mask, queries)
+            self.prepare_backward(dtype, head_dim, "_".join([mask, *capped]), queries)
         self.expected: dict[str, np.ndarray] = {}
         self.limit = 0
 
@@ -219,6 +237,9 @@ class Workload:
             f"backward_preprocess_{dtype}_{head_dim}",
         ):
             launch_kernel(self.directory, f"sm90_{name}", o, s)
+        if o["segment_bounds"] is not None:
+            ids = o["key_value_segment_ids"], o["query_segment_ids"]
+            o["segment_bounds"] = oracle.segment_bounds(*ids)
         self.results = ("dq_accumulator", "dk", "dv")
 
     def run(self, directory: pathlib.Path, **options) -> dict[str, np.ndarray]:

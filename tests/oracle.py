@@ -51,6 +51,22 @@ def visible_keys(
     return seen if mask is None else seen & mask
 
 
+def segment_bounds(row_ids, column_ids, block=64):
+    """int32 [B, blocks, 4]: the kernels' operand of that name (kernels/abi.py), as tight as can be.
+
+    The clear range of a block is the longest run of columns that share the segment of all its rows.
+    Empty ranges end before they begin.
+    """
+    found = []
+    for rows, columns in zip(np.asarray(row_ids), np.asarray(column_ids), strict=True):
+        for first in range(0, len(rows), block):
+            same = rows[first : first + block, None] == columns
+            some, all_ = (np.flatnonzero(each) for each in (same.any(0), same.all(0)))
+            run = max(np.split(all_, np.flatnonzero(np.diff(all_) > 1) + 1), key=len)
+            found += [n for x in (some, run) for n in ([x[0], x[-1] + 1] if len(x) else [7, 3])]
+    return np.array(found, np.int32).reshape(len(row_ids), -1, 4)
+
+
 @dataclasses.dataclass
 class Attention:
     """`softmax(cap(scale q k^T) + bias) v` with everything that its gradients need.
