@@ -19,36 +19,40 @@ class TileOrder:
     balance better, but only if they mix many heads, whose keys and values then fall out of L2.)
 
     Attributes:
-      paired: whether an item is a pair; two steps an item then.
+      paired: whether an item is a pair; two steps an item then. Traced where the kernel learns only
+        at run time that its mask is causal.
       row_tiles: row tiles per head (traced, like the rest).
       num_heads: heads times batch elements, numbered batch-major.
       num_ctas: CTAs in the grid.
       cta: this CTA.
     """
 
-    paired: bool
+    paired: bool | Boolean
     row_tiles: Int32
     num_heads: Int32
     num_ctas: Int32
     cta: Int32
 
+    def choose(self, paired, single):
+        """The first if items are pairs, else the second."""
+        if isinstance(self.paired, bool):
+            return paired if self.paired else single
+        return cutlass.select_(self.paired, paired, single)
+
     def items_per_head(self) -> Int32:
-        return (self.row_tiles + 1) // 2 if self.paired else self.row_tiles
+        return self.choose((self.row_tiles + 1) // 2, self.row_tiles)
 
     def num_steps(self) -> Int32:
         """Steps of this CTA."""
         items = self.items_per_head() * self.num_heads
         rounds = (items - self.cta + (self.num_ctas - 1)) // self.num_ctas
-        return 2 * rounds if self.paired else rounds
+        return self.choose(2 * rounds, rounds)
 
     def tile(self, step: Int32) -> tuple[Int32, Int32, Boolean]:
         """(row tile, head, whether there is one) of a step; the longer tile of a pair first."""
-        round_ = step // 2 if self.paired else step
-        item = round_ * self.num_ctas + self.cta
+        item = self.choose(step // 2, step) * self.num_ctas + self.cta
         head, j = item // self.items_per_head(), item % self.items_per_head()
         longer = self.row_tiles - 1 - j
-        if not self.paired:
-            return longer, head, Boolean(True)
-        first = step % 2 == 0
+        first = self.choose(step % 2 == 0, Boolean(True))
         # The middle one of an odd number is its own partner.
         return Int32(cutlass.select_(first, longer, j)), head, first | (j != longer)

@@ -9,15 +9,16 @@ race check runs all along.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ import pytest
 from emulator import EmulatorError, launch_kernel
 
 from fa4_jax import bundle
-from kernels import build
+from kernels import artifacts, build
 
 pytestmark = [
     pytest.mark.emulator,
@@ -40,10 +41,17 @@ DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 PAIR = "sm100_forward_bf16_h128_full_pair"
 CAUSAL = "sm100_forward_bf16_h128_causal"
 WINDOW = "sm100_forward_bf16_h128_window"
+SEGMENTS = "sm100_forward_bf16_h128_segments"
+CAPPED = "sm100_forward_f16_h128_window_capped"
+CAPPED_SEGMENTS = "sm100_forward_f16_h64_segments_capped"
+SM103_SEGMENTS = "sm103_forward_f16_h96_segments"
+SM103_CAPPED_SEGMENTS = "sm103_forward_bf16_h128_segments_capped"
+NEW = (SEGMENTS, CAPPED, CAPPED_SEGMENTS, SM103_SEGMENTS, SM103_CAPPED_SEGMENTS)
 NAMES = (
     PAIR,
     CAUSAL,
     WINDOW,
+    *NEW,
     "sm100_forward_f16_h64_full",
     "sm100_forward_f16_h96_window",
     "sm103_forward_bf16_h128_causal",
@@ -66,6 +74,8 @@ class Case:
     """A call: sizes B, T, S, N, K, H, Hv, masks as the oracle takes them, and how logits grow.
 
     Attributes:
+      cap: logits_soft_cap.
+      sinks: one for each head.
       growth: key j is multiplied by growth ** (1 - j / S): at 1 all keys are alike; below, keys
         that are visited first have the larger logits; above, the smaller ones.
     """
@@ -74,6 +84,8 @@ class Case:
     sizes: tuple[int, int, int, int, int, int, int]
     masks: dict = dataclasses.field(default_factory=dict)
     scale: tuple[float, ...] | None = None
+    cap: float | None = None
+    sinks: tuple[float, ...] | None = None
     gain: float = 1.0
     growth: float = 1.0
 
@@ -108,20 +120,49 @@ def blank(case: Case, name: str, x: np.ndarray, filling: float) -> np.ndarray:
     return x
 
 
-def run(kernels: pathlib.Path, case: Case, ptx: str | None = None, **options) -> Outcome:
-    """Launches the case's kernel, NaN in all padding, or with ``ptx`` a mutant of it."""
+def heads_per_tile(T: int, N: int, K: int) -> int:
+    """Query heads that the launcher has a tile pack."""
+    return max(
+        n for n in (1, 2, 4, 8, 16, 32, 64, 128) if N // K % n == 0 and (n == 1 or T * n <= 128)
+    )
+
+
+def run(
+    kernels: pathlib.Path,
+    case: Case,
+    ptx: str | None = None,
+    bounds: np.ndarray | None = None,
+    hurt: Sequence[int] = (),
+    **options,
+) -> Outcome:
+    """Launches the case's kernel, NaN in all padding.
+
+    ``ptx`` is a mutant of it, ``bounds`` replaces the segments' exact bounds, ``hurt`` names a key
+    of each batch element that is NaN.
+    """
     B, T, S, N, K, H, Hv = case.sizes
     arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
+    for b, key in enumerate(hurt):
+        arrays["key"][b, key] = np.nan
     out = np.full((B, T, N, Hv), np.nan, arrays["query"].dtype)
     lse = np.full((B, T, N), np.nan, np.float32)
     scale = np.array(case.scale or [H**-0.5] * B, np.float32)
     left, right = case.masks.get("local_window_size", (None, None))
     right = 0 if case.masks.get("is_causal") else right
-    per_batch = {
+    integers = {
         name: None if name not in case.masks else np.array(case.masks[name], np.int32)
-        for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+        for name in (
+            *("query_seq_lengths", "key_value_seq_lengths", "query_offset"),
+            *("query_segment_ids", "key_value_segment_ids"),
+        )
     }
-    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv)
+    ids = [integers[f"{side}_segment_ids"] for side in ("query", "key_value")]
+    if bounds is None and ids[0] is not None:
+        bounds = oracle.segment_bounds(*ids)
+    sinks = None if case.sinks is None else np.array([case.sinks] * B, np.float32)
+    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, logits_soft_cap=case.cap or 0.0)
+    symbols["pack"] = heads_per_tile(T, N, K)
+    symbols["packed_N"] = N // symbols["pack"]
     for side, width in (("left", left), ("right", right)):
         symbols[f"window_{side}"] = UNLIMITED if width is None else width
     directory = kernels / f"sm_{case.kernel[2:5]}a"
@@ -134,7 +175,11 @@ def run(kernels: pathlib.Path, case: Case, ptx: str | None = None, **options) ->
     result = launch_kernel(
         directory,
         case.kernel,
-        {**arrays, "out": out, "lse": lse, "scale": scale, **per_batch},
+        {
+            **arrays,
+            **dict(out=out, lse=lse, scale=scale, sinks=sinks, segment_bounds=bounds),
+            **integers,
+        },
         symbols,
         num_sms=2 if case.kernel.endswith("_pair") else 1,
         **{"races": True, "trace": True, "threads": 1, **options},
@@ -142,10 +187,8 @@ def run(kernels: pathlib.Path, case: Case, ptx: str | None = None, **options) ->
     return Outcome(out, lse, json.loads(result.trace))
 
 
-@functools.cache
-def expected(name: str) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
+def expected(case: Case) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
     """float64 attention of each batch element of a case, and the same in the inputs' dtype."""
-    case = CASES[name]
     arrays = inputs(case)
     H = case.sizes[5]
     exact, rounded = [], []
@@ -159,6 +202,8 @@ def expected(name: str) -> tuple[list[oracle.Attention], list[oracle.Attention]]
                 oracle.Attention(
                     *(x[b : b + 1] for x in arrays.values()),
                     scale=case.scale[b] if case.scale else H**-0.5,
+                    logits_soft_cap=case.cap,
+                    sinks=case.sinks,
                     masks=masks,
                     rounding=rounding,
                 )
@@ -166,9 +211,9 @@ def expected(name: str) -> tuple[list[oracle.Attention], list[oracle.Attention]]
     return exact, rounded
 
 
-def check(name: str, found: Outcome) -> None:
+def check(case: Case, found: Outcome) -> None:
     """The accuracy rule; the float32 lse within what its terms' rounding explains."""
-    exact, rounded = expected(name)
+    exact, rounded = expected(case)
     outs = [np.concatenate([a.out for a in each]) for each in (exact, rounded)]
     oracle.assert_accurate("out", found.out, *outs)
     lse = np.concatenate([a.lse for a in exact])
@@ -176,7 +221,36 @@ def check(name: str, found: Outcome) -> None:
     np.testing.assert_allclose(found.lse, lse, rtol=1e-6, atol=1e-4)
 
 
+CORRECTION_WARPS = range(8, 12)
+SOFTMAX_WARPS = range(8)
+MMA_WARP = 12
+
+
+def executed(found: Outcome, warps: Iterable[int], instruction: str) -> int:
+    """How often some warps executed instructions whose names start like this."""
+    return sum(
+        count
+        for warp in warps
+        for name, count in found.trace["warps"][warp].items()
+        if name.startswith(instruction)
+    )
+
+
 # ---- values --------------------------------------------------------------------------------------
+
+
+def packed(*lengths: int) -> list[int]:
+    """Ids of consecutive segments of these lengths."""
+    return np.repeat(np.arange(len(lengths)), lengths).tolist()
+
+
+def both(*ids: list[int], keys: list[list[int]] | None = None) -> dict:
+    return dict(query_segment_ids=list(ids), key_value_segment_ids=keys or list(ids))
+
+
+def shuffled(length: int, ids: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, ids, length).tolist()
+
 
 CASES = {
     "pair": Case(PAIR, (1, 513, 384, 2, 1, 128, 128)),
@@ -221,6 +295,80 @@ CASES = {
     ),
     "right_window": Case(WINDOW, (1, 256, 384, 1, 1, 128, 128), dict(local_window_size=(None, 5))),
     "zero_scale": Case(WINDOW, (1, 130, 200, 1, 1, 128, 128), scale=(0.0,)),
+    # Borders on, just before and inside tiles; a segment of one token.
+    "packed": Case(
+        SEGMENTS,
+        (1, 513, 513, 2, 1, 128, 128),
+        dict(is_causal=True, **both(packed(128, 127, 130, 1, 100, 27))),
+    ),
+    # Lengths, window, offset, negative scale and sinks at once; nothing is sorted.
+    "unsorted": Case(
+        SEGMENTS,
+        (2, 200, 384, 4, 2, 128, 128),
+        dict(
+            local_window_size=(100, 200),
+            query_offset=[0, 120],
+            query_seq_lengths=[150, 200],
+            key_value_seq_lengths=[384, 300],
+            **both(shuffled(200, 3), shuffled(200, 2), keys=[shuffled(384, 3), shuffled(384, 4)]),
+        ),
+        scale=(0.1, -0.1),
+        sinks=(1.0, -5.0, 30.0, -np.inf),
+    ),
+    # Key tiles between those of the two query tiles, which neither needs; queries without keys.
+    "gap": Case(
+        SEGMENTS,
+        (2, 256, 640, 1, 1, 128, 128),
+        both(
+            packed(128, 128),
+            packed(0, 0, 0, 0, 0, 128, 128),
+            keys=[packed(128, 0, 256, 256)[::-1], packed(100, 200, 40, 0, 300)],
+        ),
+        sinks=(2.0,),
+    ),
+    "sm103_segments": Case(
+        SM103_SEGMENTS,
+        (1, 300, 257, 2, 1, 96, 96),
+        both(packed(70, 130, 100), keys=[packed(64, 129, 64)]),
+    ),
+    "capped": Case(
+        CAPPED,
+        (2, 200, 384, 2, 1, 128, 128),
+        dict(is_causal=True, query_offset=[184, 0], key_value_seq_lengths=[300, 384]),
+        scale=(0.1, -0.1),
+        cap=20.0,
+        gain=8,
+    ),
+    "barely_capped": Case(CAPPED, (1, 128, 200, 1, 1, 128, 128), cap=1e4, sinks=(-3.0,)),
+    "saturated": Case(CAPPED, (1, 129, 300, 1, 1, 128, 128), cap=50.0, gain=1000),
+    "capped_zero_scale": Case(CAPPED, (1, 64, 200, 1, 1, 128, 128), cap=1.0, scale=(0.0,)),
+    "capped_segments": Case(
+        CAPPED_SEGMENTS,
+        (2, 300, 300, 2, 2, 64, 64),
+        dict(is_causal=True, **both(packed(100, 200), shuffled(300, 2))),
+        cap=5.0,
+        sinks=(0.5, 2.0),
+        gain=4,
+    ),
+    "sm103_capped_segments": Case(
+        SM103_CAPPED_SEGMENTS,
+        (1, 400, 256, 1, 1, 128, 128),
+        dict(local_window_size=(200, None), **both(packed(150, 250), keys=[packed(128, 128)])),
+        cap=20.0,
+        gain=8,
+        growth=20,
+    ),
+    # Eight heads in a tile of 16 positions.
+    "decoding": Case(
+        SEGMENTS,
+        (2, 16, 300, 16, 2, 128, 128),
+        dict(
+            is_causal=True,
+            query_offset=[284, 284],
+            **both(packed(0, 0, 10, 6), packed(0, 16), keys=[packed(90, 50, 104, 56), [1] * 300]),
+        ),
+        sinks=tuple(np.linspace(-3, 3, 16)),
+    ),
     "h64": Case("sm100_forward_f16_h64_full", (1, 200, 1500, 2, 1, 64, 64)),
     "h96": Case(
         "sm100_forward_f16_h96_window",
@@ -232,33 +380,139 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_right(kernels, name):
-    check(name, run(kernels, CASES[name]))
+    check(CASES[name], run(kernels, CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["pair_growing", "causal_growing", "window", "sm103_causal"])
-def test_every_schedule_gives_the_same(kernels, name):
+LENGTHS = (1, 64, 127, 128, 129, 200, 256, 384, 513)
+
+
+def random_case(kernel: str, T: int, S: int) -> Case:
+    """A call with what the kernel can do mixed at random, the same for the same arguments."""
+    random = np.random.default_rng([T, S, *kernel.encode()])
+    chance = lambda: random.random() < 0.5  # noqa: E731
+    B, K, group = 2, int(random.integers(1, 3)), int(random.integers(1, 5))
+    H = int(re.search(r"_h(\d+)_", kernel)[1])
+    masks = {}
+    if "causal" in kernel or ("full" not in kernel and chance()):
+        masks["is_causal"] = True
+    elif "full" not in kernel:
+        sides = [int(random.integers(S)) if chance() else None for _ in range(2)]
+        masks["local_window_size"] = tuple(sides)
+    if "full" not in kernel and chance():
+        masks["query_offset"] = random.integers(-T, S + 1, B).tolist()
+    for side, length in (("query", T), ("key_value", S)):
+        if chance():
+            masks[f"{side}_seq_lengths"] = random.integers(length + 1, size=B).tolist()
+    if "segments" in kernel:
+        count = int(random.integers(1, 5))
+        for side, length in (("query", T), ("key_value", S)):
+            # Some ids on one side only; one batch element packed, the other one in any order.
+            ids = random.integers(count + 2 if chance() else count, size=(B, length))
+            ids[0].sort()
+            masks[f"{side}_segment_ids"] = ids.tolist()
+    sinks = random.choice([-np.inf, -100.0, -1.0, 0.0, 2.0, 60.0], K * group) if chance() else None
+    return Case(
+        kernel,
+        (B, T, S, K * group, K, H, H - 8 * int(random.integers(3))),
+        masks,
+        scale=tuple(random.choice([0.2, 0.1, 0.0, -0.1], B)) if chance() else None,
+        cap=float(random.choice([1, 20, 50, 1e4])) if "capped" in kernel else None,
+        sinks=None if sinks is None else tuple(sinks),
+        gain=float(random.choice([1, 8])),
+        growth=float(random.choice([0.1, 1, 30])),
+    )
+
+
+@pytest.mark.parametrize(("T", "S"), list(zip(LENGTHS, LENGTHS[4:] + LENGTHS[:4], strict=True)))
+@pytest.mark.parametrize("kernel", NEW)
+def test_mixtures_are_right(kernels, kernel, T, S):
+    case = random_case(kernel, T, S)
+    check(case, run(kernels, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("S", LENGTHS)
+@pytest.mark.parametrize("kernel", NAMES)
+def test_all_mixtures_are_right(kernels, kernel, S):
+    for T in LENGTHS:
+        case = random_case(kernel, T, S)
+        check(case, run(kernels, case))
+
+
+@pytest.mark.parametrize("name", ["pair", "causal", "unsorted", "capped", "sm103_causal"])
+def test_a_visible_nan_is_seen(kernels, name):
+    """By every row that sees it, whichever unit computes its exponential, and by no other row."""
+    case = dataclasses.replace(CASES[name], sinks=None)
+    hurt = [b * 37 + 34 for b in range(case.sizes[0])]  # of a polynomial where there are any
+    found = run(kernels, case, hurt=hurt)
+    B, T, S, N = case.sizes[:4]
+    seen = oracle.visible_keys((B, N, T, S), **case.masks)
+    for b, key in enumerate(hurt):
+        sees = seen[b, :, :, key].T
+        assert np.isnan(found.out[b].astype(np.float32)).all(-1).tolist() == sees.tolist()
+        assert np.isnan(found.lse[b]).tolist() == sees.tolist()
+        assert not np.isnan(found.out[b][~sees].astype(np.float32)).any()
+
+
+SCHEDULED = (
+    *("pair_growing", "causal_growing", "window", "sm103_causal"),
+    *("packed", "gap", "capped", "capped_segments", "sm103_capped_segments", "decoding"),
+)
+
+
+def same_with_every_schedule(kernels, name: str, seeds: range) -> None:
     case = CASES[name]
     once = run(kernels, case)
-    for seed in range(1, 4):
+    for seed in seeds:
         again = run(kernels, case, seed=seed, trace=True)
         assert again.out.tobytes() == once.out.tobytes()
         assert again.lse.tobytes() == once.lse.tobytes()
 
 
-# ---- conditional rescaling and the polynomial ----------------------------------------------------
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_every_schedule_gives_the_same(kernels, name):
+    same_with_every_schedule(kernels, name, range(1, 3))
 
-CORRECTION_WARPS = range(8, 12)
-SOFTMAX_WARPS = range(8)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_hundred_schedules_give_the_same(kernels, name):
+    same_with_every_schedule(kernels, name, range(3, 103))
 
 
-def executed(found: Outcome, warps: range, instruction: str) -> int:
-    """How often some warps executed instructions whose names start like this."""
-    return sum(
-        count
-        for warp in warps
-        for name, count in found.trace["warps"][warp].items()
-        if name.startswith(instruction)
+# ---- packing of heads ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 32])
+@pytest.mark.parametrize("T", [1, 2, 5, 16])
+def test_packs_query_heads(kernels, T, group):
+    """Decoding: the tiles and products of a batch element are those of its packs, not its heads."""
+    K = 1 if group == 32 else 2
+    B, S = 2, 200
+    case = Case(
+        CAUSAL,
+        (B, T, S, K * group, K, 128, 128),
+        dict(is_causal=True, query_offset=[S - T, 100], key_value_seq_lengths=[S, 101]),
+        sinks=tuple(np.linspace(-2, 2, K * group)),
     )
+    found = run(kernels, case)
+    check(case, found)
+    pack = heads_per_tile(T, group, 1)
+    assert pack == min(group & -group, 128 // T if T in (1, 2, 16) else 16)
+    key_tiles = 2 + 1  # of the two batch elements
+    assert executed(found, [MMA_WARP], "tcgen05.mma") == K * group // pack * key_tiles * 16
+
+
+@pytest.mark.parametrize("kernel", [PAIR, WINDOW, *NEW])
+def test_every_kernel_packs(kernels, kernel):
+    for T, S, N, K in ((3, 300, 16, 2), (40, 100, 6, 3)):
+        case = random_case(kernel, T, S)
+        sinks = None if case.sinks is None else tuple(np.resize(case.sinks, N))
+        case = dataclasses.replace(case, sizes=(2, T, S, N, K, *case.sizes[5:]), sinks=sinks)
+        check(case, run(kernels, case))
+
+
+# ---- conditional rescaling and the polynomial ----------------------------------------------------
 
 
 def test_rescales_only_where_maxima_grow(kernels):
@@ -276,6 +530,9 @@ def test_share_of_the_polynomial(kernels, name, pairs):
     hardware = executed(found, SOFTMAX_WARPS, "ex2.approx")
     key_tiles = executed(found, SOFTMAX_WARPS, "tcgen05.ld") // 4
     assert (polynomials, hardware) == (pairs * key_tiles, (129 - 2 * pairs) * key_tiles)
+
+
+LOG2_E = math.log2(math.e)
 
 
 def float32_literal(value: float) -> str:
@@ -310,6 +567,31 @@ MUTANTS = {
     ),
     "zeroed rows not published": ("pair_lengths", r"fence\.proxy\.async\.shared::cta;", ""),
     "warps arrive before their lanes": ("causal", r"bar\.warp\.sync\s+-1;", ""),
+    "ids not compared": (
+        "packed",
+        r"(shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, \d+, 31, -1;\s+setp\.eq\.b32\s+%p\d+, \2), %r\d+",
+        r"\1, \2",
+    ),
+    "sinks not read": (
+        "unsorted",
+        r"ld\.param\.b64(\s+%rd\d+), \[\S+_param_5\];",
+        r"mov.b64\1, 0;",
+    ),
+    "sinks of base e": (
+        "capped_segments",
+        rf"(ld\.global\.b32\s+(%r\d+), .*\n\s+mul\.f32\s+%r\d+, \2), {float32_literal(LOG2_E)}",
+        rf"\1, {float32_literal(1.0)}",
+    ),
+    "rows of a pack by head first": (
+        "decoding",
+        r"(and\.b32\s+(%r\d+), %r\d+, 127;\s+)div(\.s32\s+%r\d+, \2,)",
+        r"\1rem\3",
+    ),
+    "argument of the tangent not limited": (
+        "saturated",
+        r"min\.NaN\.xorsign\.abs\.f32\s+(%r\d+), (%r\d+), .*;",
+        r"mov.b32 \1, \2;",
+    ),
 }
 
 
@@ -321,28 +603,73 @@ def test_mutants_fail(kernels, mutant):
     path = kernels / f"sm_{case.kernel[2:5]}a" / f"{case.kernel}.ptx"
     ptx = edited(path.read_text(), pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
-        check(name, run(kernels, case, ptx, instruction_limit=20_000_000))
+        check(case, run(kernels, case, ptx, instruction_limit=20_000_000))
+
+
+def test_bounds_tell_what_to_skip_and_what_to_mask(kernels):
+    case = CASES["packed"]
+    exact = run(kernels, case)
+    B, T, S = case.sizes[:3]
+    everything, nothing = [0, S], [0, 0]
+    loose = np.broadcast_to(np.array(everything + nothing, np.int32), (B, -(-T // 64), 4)).copy()
+    careful = run(kernels, case, bounds=loose)
+    assert careful.out.tobytes() == exact.out.tobytes()
+    products = [executed(found, [MMA_WARP], "tcgen05.mma") for found in (exact, careful)]
+    # Key tiles of the query tiles: 1, 1, 2, 3, 2 against 1, 2, 3, 4, 5; two heads.
+    assert products == [2 * 16 * tiles for tiles in (9, 15)]
+    ids = [executed(found, SOFTMAX_WARPS, "shfl") for found in (exact, careful)]
+    assert 0 < ids[0] < ids[1]
+    wrong = loose.copy()
+    wrong[..., 2:] = everything
+    with pytest.raises(AssertionError):
+        check(case, run(kernels, case, bounds=wrong))
 
 
 # ---- what the file's picture promises ------------------------------------------------------------
 
-REGISTERS = {"sm100_h64": (200, 64, 48), "sm100": (192, 72, 56), "sm103": (176, 64, 96)}
+
+def roles_registers(name: str) -> tuple[int, int, int]:
+    """Of softmax, correction and other threads."""
+    if name.startswith("sm103"):
+        return (184, 80, 64) if re.search("segments|capped", name) else (176, 64, 96)
+    return (200, 64, 48) if "_h64_" in name else (192, 72, 56)
+
+
+def check_resources(directory: pathlib.Path, manifest: str) -> None:
+    """Registers per role, shared and tensor memory; no spills."""
+    fields = dict(line.split(" ", 1) for line in manifest.splitlines())
+    name = fields["kernel"]
+    assert (fields["threads"], fields["registers"]) == ("512", "128")
+    assert 215 * 1024 < int(fields["shared"]) <= 227 * 1024
+    assert fields["cluster"] == ("2 1 1" if name.endswith("_pair") else "1 1 1")
+    cubin = (directory / fields["architecture"] / f"{name}.cubin").read_bytes()
+    assert artifacts.resources(cubin, fields["entry"]) == (128, 0)
+    ptx = (directory / fields["architecture"] / f"{name}.ptx").read_text()
+    registers = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)
+    assert tuple(map(int, registers)) == roles_registers(name)
+    # What the assembler needs to honour them.
+    assert re.search(r"\.minnctapersm 1\b", ptx)
+    (columns,) = re.findall(r"tcgen05\.alloc\.\S+\s+\[\S+\], (\S+);", ptx)
+    assert re.search(rf"mov\.b32\s+{columns}, 512;|^512$", ptx if columns[0] == "%" else columns)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resources(kernels, name):
-    """Registers per role, shared and tensor memory. (A kernel that spills does not build.)"""
     blocks = (kernels / "manifest.txt").read_text().split("\n\n")
-    manifest = next(b for b in blocks if b.startswith(f"kernel {name}\n"))
-    fields = dict(line.split(" ", 1) for line in manifest.splitlines())
-    assert (fields["threads"], fields["registers"]) == ("512", "128")
-    assert 215 * 1024 < int(fields["shared"]) <= 227 * 1024
-    assert fields["cluster"] == ("2 1 1" if name.endswith("_pair") else "1 1 1")
-    ptx = (kernels / fields["architecture"] / f"{name}.ptx").read_text()
-    roles = REGISTERS.get("_".join(name.split("_")[:4:3]), REGISTERS[name[:5]])
-    assert tuple(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))) == roles
-    # What the assembler needs to honour them.
-    assert re.search(r"\.minnctapersm 1\b", ptx)
+    check_resources(kernels, next(b for b in blocks if b.startswith(f"kernel {name}\n")))
+
+
+@pytest.mark.usefixtures("built_library")
+def test_resources_of_all_variants():
+    directory = bundle.directory()
+    blocks = (directory / "manifest.txt").read_text().split("\n\n")
+    blocks = [b for b in blocks if re.match("kernel sm10[03]_forward", b)]
+    if not blocks:
+        pytest.skip("the bundle was built without the Blackwell kernels")
+    # Two architectures, two types, three head dims, four masks and two of them with a soft cap.
+    assert len(blocks) == 2 * 2 * 3 * (4 + 2)
+    for block in blocks:
+        check_resources(directory, block)
 
 
 # ---- the user's road -----------------------------------------------------------------------------

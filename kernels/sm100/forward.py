@@ -4,24 +4,26 @@ One persistent CTA per SM takes pairs of 128-row query tiles (stages 0 and 1) on
 another and walks their keys from the last visible tile of 128 down. While the tensor cores work
 on one stage, the other stage's softmax runs.
 
-                                                                    registers:  H = 64  sm_103a
+                                                         registers:  H = 64  sm_103a  sm_103a*
     warps        role
-    0-3, 4-7     softmax of stage 0 and 1, a thread a query row         192       200     176
-    8-11         correction: rescales O, normalises, writes lse         72        64      64
-    12           MMA: allocates tensor memory, issues all products      56        48      96
-    13, 14, 15   TMA stores of out; TMA loads; idle                     56        48      96
+    0-3, 4-7     softmax of stage 0 and 1, a thread a query row      192     200      176      184
+    8-11         correction: rescales O, normalises, writes lse       72      64       64       80
+    12           MMA: allocates tensor memory, issues products        56      48       96       64
+    13, 14, 15   TMA stores of out; TMA loads; idle                   56      48       96       64
+    * with segments, whose bounds the correction warps read, or a soft cap
 
 Per stage s and key tile j (S, P, O are the stage's; -> is an mbarrier):
 
     MMA          S = Q K(j)'                            -> softmax    scores
-    softmax      m = running maximum of S               -> correction factor (not for the first j)
+    softmax      S = tanh(S / cap), hidden S = -inf (variants and tiles that need it)
+                 m = running maximum of S               -> correction factor (not for the first j)
                  P = exp2(S - m), first 96 columns      -> MMA        ready    } both halves of
     correction   O *= factor if any row of a warp moved -> MMA        ready    } `ready`
     softmax      the last 32 columns of P               -> MMA        tail
     MMA          O += P V(j), then S of key tile j - 1
       after the last j:                                 -> correction output
     softmax      sum and exponent of the maximum        -> correction factor (as one more message)
-    correction   O / sum as 16 bit                      -> store      out ring
+    correction   the sink joins the sum, O / sum        -> store      out ring
                  (O has been read)                      -> MMA        ready of the next first j
 
     ring     buffers    filled by        drained by
@@ -31,7 +33,13 @@ Per stage s and key tile j (S, P, O are the stage's; -> is an mbarrier):
     out      1 a stage  correction       store warp, when TMA has read it
 
 Each stage has its own range of key tiles, so that causal masks waste no products; a tile that
-only one stage sees is used by that stage alone.
+only one stage sees is used by that stage alone. Segments shrink the ranges by the bounds of the
+stage's blocks of 64 rows, and only tiles that those do not clear compare ids: each lane of a
+softmax warp loads four of the tile's ids and the lanes pass them round.
+
+Packing: where T is short, a tile holds several query heads of one kv head. Row r is position
+r // pack of head r % pack. A packed tile holds all T positions (T pack <= 128), so the other tiles
+are past the end, and ranges and masks, which count positions, are as without packing.
 
 Shared memory, buffers in blocks of 64 columns (the second half empty at H = 96), rows of 128 bytes,
 swizzled as TMA writes and tcgen05 reads them:
@@ -55,7 +63,7 @@ Rescaling is conditional (see softmax.py) and the sum relative to the same refer
 are exact. A negative scale negates operand A of Q K'. Padding: H, Hv and sequence ends inside a
 tile come as zeros from TMA and are clipped by its stores. Value rows that no query of the batch
 element may look at are zeroed by the load warp, because 0 * NaN is NaN; other hidden scores are
-overwritten with -inf.
+overwritten with -inf. A NaN that a row does see makes all of the row NaN.
 
 Sources: FlashAttention-4 (arXiv 2603.05451); PTX ISA 9.7.16 (tcgen05).
 """
@@ -70,22 +78,35 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from .. import abi
-from ..masks import CAUSAL, FULL, WINDOW, MaskKind, Problem, Visibility
-from ..pipelines import Ring, wait, zero_rows
+from ..masks import (
+    CAUSAL,
+    FULL,
+    KINDS,
+    SEGMENTS,
+    UNLIMITED,
+    WINDOW,
+    MaskKind,
+    Problem,
+    Visibility,
+    load,
+    load_or,
+)
+from ..pipelines import keep_rows, wait
 from ..schedulers import TileOrder
-from ..softmax import LOG2_E, pack
+from ..softmax import LOG2_E, logit_scales, pack
 from . import tensor_memory as tmem
+from .pipelines import Channel, Cursor, LoadRing, Use, barriers
 from .softmax import (
+    RowMask,
     RowSoftmax,
     add2,
     add_pairs,
+    cap_row,
     finish_row,
-    mask_row,
-    maximum3,
+    maximum,
     row_maximum,
     scale2,
     spread_pairs,
-    visible_columns,
 )
 
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
@@ -99,8 +120,10 @@ FRAGMENT = 32
 FRAGMENTS = TILE // FRAGMENT
 HEAD_STEPS = (FRAGMENTS - 1) * FRAGMENT // tmem.MMA_K
 # Registers of softmax, correction and other threads; 8 a + 4 b + 4 c = 2048 (65,536 / 32).
-REGISTERS = {"sm_100a": (192, 72, 56), "sm_103a": (176, 64, 96)}
-REGISTERS_H64 = {"sm_100a": (200, 64, 48), "sm_103a": (176, 64, 96)}
+REGISTERS = (192, 72, 56)
+REGISTERS_H64 = (200, 64, 48)
+REGISTERS_SM103 = (176, 64, 96)  # no polynomials
+REGISTERS_SM103_WIDE = (184, 80, 64)  # segments or a soft cap
 SMALL_SHARED = 3072  # bytes for messages and barriers, with the alignment of the buffers
 CHUNK = 16  # columns of O that a correction thread holds at a time
 
@@ -109,33 +132,33 @@ TensorMap = cutlass.GridConstant[cuda.TensorMap]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The kernel's arguments, for the roles."""
+    """The kernel's arguments, for the roles.
+
+    Attributes:
+      heads_per_tile: how many query heads of one kv head a tile packs.
+    """
 
     query: TensorMap
     key: TensorMap
     value: TensorMap
     out: TensorMap
     lse: cute.Pointer
-    scale: cute.Pointer
-    query_seq_lengths: cute.Pointer
-    key_value_seq_lengths: cute.Pointer
-    query_offset: cute.Pointer
-    batch_size: Int32
-    num_queries: Int32
-    num_keys: Int32
-    num_heads: Int32
-    num_kv_heads: Int32
-    window_left: Int32
-    window_right: Int32
+    sinks: cute.Pointer
+    heads_per_tile: Int32
+    problem: Problem
+
+    def packs(self) -> Int32:
+        """Packs of query heads in a batch element."""
+        return self.problem.num_heads // self.heads_per_tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One CTA's (or pair's) share of one head: where it is and which key tiles it needs.
+    """One CTA's (or pair's) share of a pack of heads: where it is and which key tiles it needs.
 
     Attributes:
-      batch, head: of the queries.
-      first_rows: per stage, this CTA's first query row.
+      batch, head: of the queries; the first head of a pack.
+      first_rows: per stage, this CTA's first query position.
       visibility: the mask of the batch element.
       begin, end: range of key tiles that any stage needs.
       begins, ends: that of each stage; empty ranges are (0, 0).
@@ -154,109 +177,6 @@ class Work:
         return (self.begins[stage] <= tile) & (tile < self.ends[stage])
 
 
-class Channel:
-    """An mbarrier whose use k is complete when all of its producers have arrived k + 1 times.
-
-    Args:
-      producers: arrivals of one use.
-      shared: whether the producers are those of both CTAs of a pair; arrivals go to the first.
-    """
-
-    def __init__(self, producers: int, shared: bool = False):
-        self.producers = producers
-        self.shared = shared
-        smem = cutlass.AddressSpace.smem
-        self.barrier = cutlass.Array(Int64, 1, space=smem, alignment=8).data_ptr()
-
-    def init(self) -> None:
-        prims.mbarrier_init(self.barrier, self.producers)
-
-    def wait(self, k: Int32) -> None:
-        """Waits until use k is complete."""
-        wait(self.barrier, k & 1)
-
-    def wait_free(self, k: Int32) -> None:
-        """Waits until use k - 1 is complete."""
-        wait(self.barrier, (k & 1) ^ 1)
-
-    @cute.jit
-    def arrive(self) -> None:
-        """One arrival for a warp; what its lanes did before is ordered before it.
-
-        Between CTAs only tensor memory accesses are, by tcgen05.fence: a release at cluster scope
-        would wait for all of the warp's memory accesses to reach the L2 cache.
-        """
-        cute.arch.sync_warp()
-        if prims.elect_sync():
-            if cutlass.const_expr(self.shared):
-                prims.mbarrier_arrive(first_of_pair(self.barrier), scope=prims.MemScope.CTA)
-            else:
-                prims.mbarrier_arrive(self.barrier)
-
-
-def first_of_pair(barrier: cutlass.Pointer) -> cutlass.Pointer:
-    """The same barrier in the first CTA of the pair."""
-    return prims.mapa(barrier, 0)
-
-
-class LoadRing(Ring):
-    """A ring filled by TMA and freed by a commit.
-
-    In a pair of CTAs each loads its part of a buffer: the full barriers are those of the first CTA
-    and take an arrival of each; every CTA has empty barriers of its own.
-    """
-
-    def __init__(self, num_stages: int, ctas: int):
-        super().__init__(num_stages, 1)
-        self.ctas = ctas
-
-    def init(self) -> None:
-        for stage in range(self.num_stages):
-            prims.mbarrier_init(self.full_barriers.data_ptr() + stage, self.ctas)
-            prims.mbarrier_init(self.empty_barriers.data_ptr() + stage, 1)
-
-    @cute.jit
-    def load(
-        self,
-        k: Int32,
-        destination: cutlass.Pointer,
-        tensor_map: TensorMap,
-        coordinates: tuple,
-        boxes: cutlass.Constexpr[int],
-        rows: cutlass.Constexpr[int],
-    ) -> None:
-        """One lane loads a tile as blocks of 64 columns, completing use k."""
-        elements = rows * tmem.BOX_COLUMNS
-        bytes_loaded = boxes * elements * 2
-        if prims.elect_sync():
-            if cutlass.const_expr(self.ctas == 1):
-                prims.mbarrier_arrive_expect_tx(self.full(k), bytes_loaded)
-            else:
-                prims.mbarrier_arrive_expect_tx(first_of_pair(self.full(k)), bytes_loaded)
-            for i in cutlass.range_constexpr(boxes):
-                place = (coordinates[0] + i * tmem.BOX_COLUMNS, *coordinates[1:])
-                if cutlass.const_expr(self.ctas == 1):
-                    prims.cp_async_bulk_tensor_shared_cta_global(
-                        destination + i * elements, tensor_map.get_ptr(), place, self.full(k)
-                    )
-                else:  # cta_group::2 has the first CTA count the bytes of both
-                    smem = int(cutlass.AddressSpace.smem)
-                    barrier = cutlass.Array(self.full(k).ir_value(), dtype=Int64, addrspace=smem)
-                    prims.cp_async_bulk_tensor_shared_cluster_global(
-                        destination + i * elements, tensor_map.get_ptr(), place, barrier, [],
-                        group=prims.CTAGroup.CTA_2,
-                    )  # fmt: skip
-
-    @cute.jit
-    def arrive(self, k: Int32) -> None:
-        """The load warp has filled its part of use k by other means than :meth:`load`."""
-        if prims.elect_sync():
-            if cutlass.const_expr(self.ctas == 1):
-                prims.mbarrier_arrive(self.full(k))
-            else:
-                prims.mbarrier_arrive(first_of_pair(self.full(k)))
-
-
 class Forward:
     """One variant of the forward kernel.
 
@@ -264,7 +184,8 @@ class Forward:
       architecture: "sm_100a" or "sm_103a".
       dtype: "bf16" or "f16".
       head_dim: tile of H and Hv: 64, 96 or 128.
-      kind: which sides of the mask are compiled in.
+      kind: which parts of the mask are compiled in.
+      capped: whether logits have a soft cap.
       ctas: CTAs that share a product, 1 or 2.
       emulated_pairs: how many of a row's 64 pairs of exponentials the FMA units compute.
     """
@@ -275,6 +196,7 @@ class Forward:
         dtype: str,
         head_dim: int,
         kind: MaskKind,
+        capped: bool,
         ctas: int,
         emulated_pairs: int,
     ):
@@ -283,11 +205,15 @@ class Forward:
         self.dtype = DTYPES[dtype]
         self.head_dim = head_dim
         self.kind = kind
+        self.capped = capped
         self.ctas = ctas
         self.group = prims.CTAGroup.CTA_1 if ctas == 1 else prims.CTAGroup.CTA_2
         # The first fragment overlaps the maximum's latency, the last one everybody waits for.
         self.emulated = spread_pairs(emulated_pairs, range(1, FRAGMENTS - 1), FRAGMENT // 2)
-        self.registers = (REGISTERS_H64 if head_dim == 64 else REGISTERS)[architecture]
+        if architecture == "sm_103a":
+            self.registers = REGISTERS_SM103_WIDE if kind.segments or capped else REGISTERS_SM103
+        else:
+            self.registers = REGISTERS_H64 if head_dim == 64 else REGISTERS
 
         self.query_operand = tmem.OperandTile(TILE)
         self.key_operand = tmem.OperandTile(TILE // ctas)
@@ -298,16 +224,17 @@ class Forward:
         self.kv_elements = self.query_elements // ctas
         free = abi.SHARED_LIMIT - SMALL_SHARED - 2 * (2 * STAGES * self.query_elements)
         self.kv_stages = free // (2 * self.kv_elements)
-        self.loads_maxima = architecture == "sm_103a"  # tcgen05.ld.red
+        self.loads_maxima = architecture == "sm_103a" and not capped  # tcgen05.ld.red
 
     def declaration(self) -> abi.KernelSpec:
-        def tensor_map(operand: str, rows: int) -> abi.TensorMap:
+        def tensor_map(operand: str, rows: int, packed: bool = False) -> abi.TensorMap:
             box = (tmem.BOX_COLUMNS, 1, rows, 1)
-            return abi.TensorMap(operand, box=box, swizzle=tmem.ROW_BYTES)
+            return abi.TensorMap(operand, box=box, swizzle=tmem.ROW_BYTES, packed=packed)
 
         arch = self.architecture.removeprefix("sm_").rstrip("a")
         return abi.KernelSpec(
             name=f"sm{arch}_forward_{self.dtype_name}_h{self.head_dim}_{self.kind.name}"
+            + ("_capped" if self.capped else "")
             + ("_pair" if self.ctas == 2 else ""),
             architecture=self.architecture,
             operation="forward",
@@ -315,24 +242,21 @@ class Forward:
                 "dtype": self.dtype_name,
                 "head_dim": self.head_dim,
                 "mask": self.kind.name,
+                "logits": "capped" if self.capped else "plain",
             },
             threads=32 * WARPS,
             cluster=(self.ctas, 1, 1),
-            grid=(f"T/{self.ctas * STAGES * TILE}", self.ctas, "N", "B"),
+            grid=(f"T/{self.ctas * STAGES * TILE}", self.ctas, "packed_N", "B"),
             ctas_per_sm=1,
             params=(
-                tensor_map("query", TILE),
+                tensor_map("query", TILE, packed=True),
                 tensor_map("key", self.key_operand.rows),
                 tensor_map("value", TILE),
-                tensor_map("out", TILE),
+                tensor_map("out", TILE, packed=True),
                 abi.Pointer("lse"),
-                abi.Pointer("scale"),
-                abi.Pointer("query_seq_lengths"),
-                abi.Pointer("key_value_seq_lengths"),
-                abi.Pointer("query_offset"),
-                *(abi.S32(name) for name in ("B", "T", "S", "N", "K")),
-                abi.S32("window_left"),
-                abi.S32("window_right"),
+                abi.Pointer("sinks"),
+                abi.S32("pack"),
+                *abi.PROBLEM,
             ),
         )
 
@@ -344,10 +268,15 @@ class Forward:
         value: TensorMap,
         out: TensorMap,
         lse: cute.Pointer,
+        sinks: cute.Pointer,
+        heads_per_tile: Int32,
         scale: cute.Pointer,
         query_seq_lengths: cute.Pointer,
         key_value_seq_lengths: cute.Pointer,
         query_offset: cute.Pointer,
+        query_segment_ids: cute.Pointer,
+        key_value_segment_ids: cute.Pointer,
+        segment_bounds: cute.Pointer,
         batch_size: Int32,
         num_queries: Int32,
         num_keys: Int32,
@@ -355,13 +284,15 @@ class Forward:
         num_kv_heads: Int32,
         window_left: Int32,
         window_right: Int32,
+        logits_soft_cap: Float32,
     ):
-        call = Call(
-            query, key, value, out, lse, scale,
-            query_seq_lengths, key_value_seq_lengths, query_offset,
+        problem = Problem(
+            scale, query_seq_lengths, key_value_seq_lengths, query_offset,
+            query_segment_ids, key_value_segment_ids, segment_bounds,
             batch_size, num_queries, num_keys, num_heads, num_kv_heads,
-            window_left, window_right,
+            window_left, window_right, logits_soft_cap,
         )  # fmt: skip
+        call = Call(query, key, value, out, lse, sinks, heads_per_tile, problem)
         self.allocate()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -429,7 +360,7 @@ class Forward:
             self.kv_ring, *self.query_rings, *self.scores, *self.ready, *self.tail, *self.output,
             *self.message, *self.message_read, *self.out_full, *self.out_free,
         ]  # fmt: skip
-        self.scrub_barrier = cutlass.Array(Int64, 1, space=smem, alignment=8).data_ptr()
+        self.scrub_barrier = barriers(1)
         self.tmem_address = cutlass.Array(Int32, 1, space=smem, alignment=4)
 
     def synchronise(self) -> None:
@@ -450,35 +381,33 @@ class Forward:
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         rows = self.ctas * STAGES * TILE
-        row_tiles = (call.num_queries + (rows - 1)) // rows
-        num_heads = call.batch_size * call.num_heads
-        return TileOrder(
-            self.kind is CAUSAL, row_tiles, num_heads, num_ctas // self.ctas, cta // self.ctas
-        )
+        row_tiles = (call.problem.num_queries + (rows - 1)) // rows
+        packs = call.problem.batch_size * call.packs()
+        causal = self.kind is CAUSAL
+        if self.kind.left:  # causal calls with segments or a soft cap come here
+            left, right = call.problem.window_left, call.problem.window_right
+            causal = (left >= UNLIMITED) & (right < UNLIMITED)
+        return TileOrder(causal, row_tiles, packs, num_ctas // self.ctas, cta // self.ctas)
 
-    def work(self, call: Call, row_tile: Int32, batch_head: Int32) -> Work:
-        batch, head = batch_head // call.num_heads, batch_head % call.num_heads
-        visibility = Visibility.of_batch(
-            self.kind, batch,
-            Problem(
-                call.scale, call.query_seq_lengths, call.key_value_seq_lengths, call.query_offset,
-                None, None, None, call.batch_size, call.num_queries, call.num_keys, call.num_heads,
-                call.num_kv_heads, call.window_left, call.window_right, None,
-            ),
-        )  # fmt: skip
+    def work(self, call: Call, row_tile: Int32, head_pack: Int32) -> Work:
+        packs = call.packs()
+        batch, head = head_pack // packs, head_pack % packs * call.heads_per_tile
+        visibility = Visibility.of_batch(self.kind, batch, call.problem)
         rows = self.ctas * TILE
         firsts = [row_tile * (STAGES * rows) + stage * rows for stage in range(STAGES)]
-        begin, end = visibility.tiles(firsts[0], STAGES * rows, TILE)
-        ranges = [visibility.tiles(first, rows, TILE) for first in firsts]
+        begins, ends = zip(*(visibility.tiles(first, rows, TILE) for first in firsts), strict=True)
+        # An empty range, (0, 0), must not stretch that of the other stage.
+        begin_0 = cutlass.select_(ends[0] == 0, begins[1], begins[0])
+        begin_1 = cutlass.select_(ends[1] == 0, begins[0], begins[1])
         return Work(
             batch,
             head,
             tuple(first + self.rank() * TILE for first in firsts),
             visibility,
-            begin,
-            end,
-            tuple(low for low, _ in ranges),
-            tuple(high for _, high in ranges),
+            cutlass.min(begin_0, begin_1),
+            cutlass.max(*ends),
+            begins,
+            ends,
         )
 
     # Load: one warp.
@@ -486,59 +415,61 @@ class Forward:
     @cute.jit
     def load(self, call: Call):
         order = self.order(call)
-        k = Int32(0)  # uses of the kv ring so far
-        queries = cute.make_rmem_tensor(STAGES, Int32)  # uses of the query rings
-        queries.fill(0)
+        uses = self.kv_ring.cursor()
+        queries = [ring.cursor() for ring in self.query_rings]
         scrubs = Int32(0)  # uses of the scrub barrier
         for step in cutlass.range(order.num_steps(), unroll=1):
-            row_tile, batch_head, exists = order.tile(step)
+            row_tile, head_pack, exists = order.tile(step)
             if exists:
-                work = self.work(call, row_tile, batch_head)
-                kv_head = work.head // (call.num_heads // call.num_kv_heads)
+                work = self.work(call, row_tile, head_pack)
+                kv_head = work.head // (call.problem.num_heads // call.problem.num_kv_heads)
                 seen_begin, seen_end = work.visibility.all_columns()
                 rank = self.rank()
                 for i in cutlass.range(work.end - work.begin, unroll=1):
                     first = (work.end - 1 - i) * TILE
                     if i == 0:
-                        self.load_query(call, work, queries, 0)
-                    self.kv_ring.acquire(k)
+                        self.load_query(call, work, queries[0], 0)
+                    use = uses.use()
+                    self.kv_ring.wait_empty(use)
                     key_row = first + rank * self.key_operand.rows
                     self.kv_ring.load(
-                        k, self.kv_tile(k), call.key, (0, kv_head, key_row, work.batch),
+                        use, self.kv_tile(use), call.key, (0, kv_head, key_row, work.batch),
                         self.boxes, self.key_operand.rows,
                     )  # fmt: skip
                     if i == 0:
-                        self.load_query(call, work, queries, 1)
-                    k += 1
+                        self.load_query(call, work, queries[1], 1)
+                    use = uses.advance()
                     keep_from = cutlass.max(seen_begin - first, Int32(0))
                     keep_to = cutlass.min(seen_end - first, Int32(TILE))
-                    partial = (keep_from > 0) | ((keep_to < TILE) & (seen_end < call.num_keys))
+                    hides_end = (keep_to < TILE) & (seen_end < call.problem.num_keys)
                     column = rank * (self.value_boxes * tmem.BOX_COLUMNS)
                     place = (column, kv_head, first, work.batch)
-                    self.kv_ring.acquire(k)
-                    if partial:
-                        self.load_scrubbed(call, self.kv_tile(k), place, keep_from, keep_to, scrubs)
+                    self.kv_ring.wait_empty(use)
+                    if (keep_from > 0) | hides_end:
+                        self.load_scrubbed(
+                            call, self.kv_tile(use), place, keep_from, keep_to, scrubs
+                        )
                         scrubs += 1
-                        self.kv_ring.arrive(k)
+                        self.kv_ring.arrive(use)
                     else:
                         self.kv_ring.load(
-                            k, self.kv_tile(k), call.value, place, self.value_boxes, TILE
+                            use, self.kv_tile(use), call.value, place, self.value_boxes, TILE
                         )
-                    k += 1
+                    uses.advance()
 
-    def kv_tile(self, k: Int32) -> cutlass.Pointer:
-        return self.kv_tiles + self.kv_ring.stage(k) * self.kv_elements
+    def kv_tile(self, use: Use) -> cutlass.Pointer:
+        return self.kv_tiles + use.stage * self.kv_elements
 
     @cute.jit
-    def load_query(self, call: Call, work: Work, queries, stage: cutlass.Constexpr[int]):
+    def load_query(self, call: Call, work: Work, uses: Cursor, stage: cutlass.Constexpr[int]):
         if work.begins[stage] < work.ends[stage]:
             ring = self.query_rings[stage]
-            ring.acquire(queries[stage])
+            ring.wait_empty(uses.use())
             ring.load(
-                queries[stage], self.query_tiles + stage * self.query_elements, call.query,
+                uses.use(), self.query_tiles + stage * self.query_elements, call.query,
                 (0, work.head, work.first_rows[stage], work.batch), self.boxes, TILE,
             )  # fmt: skip
-            queries[stage] += 1
+            uses.advance()
 
     @cute.jit
     def load_scrubbed(self, call: Call, tile, place: tuple, keep_from, keep_to, scrubs):
@@ -552,59 +483,58 @@ class Forward:
                     (place[0] + i * tmem.BOX_COLUMNS, *place[1:]), self.scrub_barrier,
                 )  # fmt: skip
         wait(self.scrub_barrier, scrubs & 1)
-        shape = (self.value_boxes, tmem.BOX_COLUMNS, TILE)
-        zero_rows(tile, Int32(0), keep_from, *shape)
-        zero_rows(tile, keep_to, Int32(TILE), *shape)
+        keep_rows(tile, keep_from, keep_to, self.value_boxes, tmem.BOX_COLUMNS, TILE)
 
     # MMA: one warp, of the first CTA of a pair.
 
     @cute.jit
     def multiply(self, call: Call):
         order = self.order(call)
-        k = Int32(0)  # uses of the kv ring
-        queries = cute.make_rmem_tensor(STAGES, Int32)  # uses of the query rings
-        queries.fill(0)
+        uses = self.kv_ring.cursor()
+        queries = [ring.cursor() for ring in self.query_rings]
         rounds = cute.make_rmem_tensor(STAGES, Int32)  # products P V
         rounds.fill(0)
         for step in cutlass.range(order.num_steps(), unroll=1):
-            row_tile, batch_head, exists = order.tile(step)
+            row_tile, head_pack, exists = order.tile(step)
             if exists:
-                work = self.work(call, row_tile, batch_head)
+                work = self.work(call, row_tile, head_pack)
                 if work.begin < work.end:
-                    scale = cute.make_tensor(call.scale, cute.make_layout(1 << 30))[work.batch]
+                    scale = load(call.problem.scale, work.batch)
                     sign = Int32(cutlass.select_(scale < 0.0, Int32(tmem.NEGATE_A), Int32(0)))
-                    self.kv_ring.wait_full(k)
+                    key = uses.use()
+                    self.kv_ring.wait_full(key)
                     for stage in cutlass.range_constexpr(STAGES):
-                        self.multiply_qk(work, sign, queries, work.end - 1, k, stage)
-                    self.commit(self.kv_ring.empty(k))
-                    k += 1
+                        self.multiply_qk(work, sign, queries[stage], work.end - 1, key, stage)
+                    self.release(key)
                     for i in cutlass.range(work.end - work.begin, unroll=1):
                         tile = work.end - 1 - i
                         more = tile > work.begin
-                        self.kv_ring.wait_full(k)
-                        self.multiply_pv(work, rounds, tile, k, 0)
+                        value = uses.advance()
+                        key = uses.advance()  # if there is no more, of the next work
+                        self.kv_ring.wait_full(value)
+                        self.multiply_pv(work, rounds, tile, value, 0)
                         if more:
-                            self.kv_ring.wait_full(k + 1)
-                            self.multiply_qk(work, sign, queries, tile - 1, k + 1, 0)
-                        self.multiply_pv(work, rounds, tile, k, 1)
-                        self.commit(self.kv_ring.empty(k))
-                        k += 1
+                            self.kv_ring.wait_full(key)
+                            self.multiply_qk(work, sign, queries[0], tile - 1, key, 0)
+                        self.multiply_pv(work, rounds, tile, value, 1)
+                        self.release(value)
                         if more:
-                            self.multiply_qk(work, sign, queries, tile - 1, k, 1)
-                            self.commit(self.kv_ring.empty(k))
-                            k += 1
+                            self.multiply_qk(work, sign, queries[1], tile - 1, key, 1)
+                            self.release(key)
 
     @cute.jit
-    def multiply_qk(self, work: Work, sign, queries, tile, k, stage: cutlass.Constexpr[int]):
+    def multiply_qk(
+        self, work: Work, sign, uses: Cursor, tile, use: Use, stage: cutlass.Constexpr[int]
+    ):
         """S = Q K' if the stage needs the tile."""
         if work.needs(stage, tile):
             if tile == work.ends[stage] - 1:
-                self.query_rings[stage].wait_full(queries[stage])
-                queries[stage] += 1
+                self.query_rings[stage].wait_full(uses.use())
+                uses.advance()
             query = self.query_operand.descriptor(
                 (self.query_tiles + stage * self.query_elements).toint(), False
             )
-            key = self.key_operand.descriptor(self.kv_tile(k).toint(), False)
+            key = self.kv_descriptor(self.key_operand, use, False)
             kind = tmem.instruction(self.dtype, TILE * self.ctas, TILE, False) | sign
             scores = prims.make_tmem_ptr(Int32(self.scores_column(stage)), Float32)
             if prims.elect_sync():
@@ -615,15 +545,15 @@ class Forward:
                         key.advance_start_address(self.key_operand.step(step, False)),
                         kind, step > 0,
                     )  # fmt: skip
-            self.commit(self.scores[stage].barrier)
-            if tile == work.begins[stage]:
-                self.commit(self.query_rings[stage].empty(Int32(0)))
+                self.commit(self.scores[stage].barrier)
+                if tile == work.begins[stage]:
+                    self.commit(self.query_rings[stage].empty_barriers)
 
     @cute.jit
-    def multiply_pv(self, work: Work, rounds, tile, k, stage: cutlass.Constexpr[int]):
+    def multiply_pv(self, work: Work, rounds, tile, use: Use, stage: cutlass.Constexpr[int]):
         """O += P V if the stage needs the tile; the last weights may come later than the rest."""
         if work.needs(stage, tile):
-            value = self.value_operand.descriptor(self.kv_tile(k).toint(), True)
+            value = self.kv_descriptor(self.value_operand, use, True)
             kind = tmem.instruction(self.dtype, TILE * self.ctas, self.head_dim, True)
             output = prims.make_tmem_ptr(Int32(self.output_column(stage)), Float32)
             accumulate = tile != work.ends[stage] - 1
@@ -643,16 +573,25 @@ class Forward:
                             value.advance_start_address(self.value_operand.step(step, True)),
                             kind, accumulate if step == 0 else True,
                         )  # fmt: skip
+                    if cutlass.const_expr(part == 1):
+                        if tile == work.begins[stage]:
+                            self.commit(self.output[stage].barrier)
             rounds[stage] += 1
-            if tile == work.begins[stage]:
-                self.commit(self.output[stage].barrier)
+
+    def kv_descriptor(self, operand: tmem.OperandTile, use: Use, transposed: bool):
+        first = operand.descriptor(self.kv_tiles.toint(), transposed)
+        return first.advance_start_address(use.stage * (2 * self.kv_elements))
+
+    def commit(self, barrier: cutlass.Pointer) -> None:
+        """Arrives on the barrier, in both CTAs of a pair, when this lane's products are done."""
+        mask = None if self.ctas == 1 else 3
+        prims.tcgen05_commit(barrier, multicast_mask=mask, group=self.group)
 
     @cute.jit
-    def commit(self, barrier: cutlass.Pointer):
-        """Arrives on the barrier, in both CTAs of a pair, when all products so far are done."""
+    def release(self, use: Use):
+        """Frees a kv buffer when the products so far are done."""
         if prims.elect_sync():
-            mask = None if self.ctas == 1 else 3
-            prims.tcgen05_commit(barrier, multicast_mask=mask, group=self.group)
+            self.commit(self.kv_ring.empty(use))
 
     # Columns of tensor memory: as all of it is allocated, the allocation starts at column 0.
 
@@ -671,30 +610,34 @@ class Forward:
     def weigh(self, call: Call, row: Int32, stage: cutlass.Constexpr[int]):
         order = self.order(call)
         lanes = row // 32 * tmem.QUARTER
+        position = row // call.heads_per_tile
         rounds = Int32(0)  # key tiles
         sent = Int32(0)  # messages
         for step in cutlass.range(order.num_steps(), unroll=1):
-            row_tile, batch_head, exists = order.tile(step)
+            row_tile, head_pack, exists = order.tile(step)
             if exists:
-                work = self.work(call, row_tile, batch_head)
+                work = self.work(call, row_tile, head_pack)
                 begin, end = work.begins[stage], work.ends[stage]
                 rows = self.ctas * TILE
                 first_row = work.first_rows[stage]
                 clear_begin, clear_end = work.visibility.unmasked_tiles(
                     first_row - self.rank() * TILE, rows, TILE
                 )
-                low, high = visible_columns(work.visibility, first_row + row)
-                softmax = RowSoftmax.start(self.scale_log2(call, work.batch))
+                mask = RowMask.of(work.visibility, first_row + position)
+                scale = load(call.problem.scale, work.batch)
+                soft_cap = call.problem.logits_soft_cap if self.capped else None
+                scale_log2, cap_factor = logit_scales(scale, soft_cap)
+                softmax = RowSoftmax.start(scale_log2)
                 for i in cutlass.range(end - begin, unroll=1):
                     tile = end - 1 - i
                     masked = (tile < clear_begin) | (tile >= clear_end)
                     self.scores[stage].wait(rounds)
                     tmem.fence_after()
-                    scores, maximum = self.read_scores(
-                        lanes + self.scores_column(stage), low - tile * TILE, high - tile * TILE,
-                        masked, softmax.reference[0],
+                    scores, largest = self.read_scores(
+                        lanes + self.scores_column(stage), cap_factor, mask, tile, masked,
+                        softmax.reference[0],
                     )  # fmt: skip
-                    factor = softmax.advance(maximum)
+                    factor = softmax.advance(largest)
                     if i > 0:
                         # The previous message has been read: its reader let these scores come.
                         self.slot(stage, row).store(factor)
@@ -726,8 +669,11 @@ class Forward:
                     sent += 1
 
     @cute.jit
-    def read_scores(self, column, low, high, masked, reference):
-        """A row of a tile's scores, hidden ones -inf, and the maximum of it and the reference."""
+    def read_scores(self, column, cap_factor, mask: RowMask, tile, masked, reference):
+        """A row of a tile's logits, hidden ones -inf, and the maximum of it and the reference.
+
+        With a soft cap the logits are in units of the cap.
+        """
         scores = cute.make_rmem_tensor(TILE, Float32)
         columns = [column + i * FRAGMENT for i in range(FRAGMENTS)]
         if cutlass.const_expr(self.loads_maxima):
@@ -736,24 +682,18 @@ class Forward:
             values = tmem.load(columns, FRAGMENT)
         for i in cutlass.range_constexpr(TILE):
             scores[i] = values[i]
-        maximum = Float32(reference)
+        largest = Float32(reference)
         if cutlass.const_expr(self.loads_maxima):
-            maximum = maximum3(maximum3(*maxima[:3]), maxima[3], reference)
+            largest = maximum(maximum(*maxima[:3]), maxima[3], reference)
+        if cutlass.const_expr(self.capped):
+            cap_row(scores, cap_factor)
         if masked:
-            mask_row(scores, low, high, self.kind.left)
+            mask.apply(scores, tile * TILE)
             if cutlass.const_expr(self.loads_maxima):
-                maximum = row_maximum(scores, reference)
+                largest = row_maximum(scores, reference)
         if cutlass.const_expr(not self.loads_maxima):
-            maximum = row_maximum(scores, reference)
-        return scores, maximum
-
-    def scale_log2(self, call: Call, batch: Int32) -> Float32:
-        """Factor from scores to base-2 exponents; a negative scale has negated the scores.
-
-        -inf * 0 is NaN, so a zero scale becomes a tiny one.
-        """
-        scale = cute.make_tensor(call.scale, cute.make_layout(1 << 30))[batch]
-        return cute.arch.fmax(cute.math.absf(scale), Float32(1e-30)) * LOG2_E
+            largest = row_maximum(scores, reference)
+        return scores, largest
 
     def slot(self, stage: int, row: Int32) -> cutlass.Pointer:
         """A row's message: its first number here, the second one TILE further on."""
@@ -773,9 +713,9 @@ class Forward:
         for stage in cutlass.range_constexpr(STAGES):  # O may be overwritten
             self.ready[stage].arrive()
         for step in cutlass.range(order.num_steps(), unroll=1):
-            row_tile, batch_head, exists = order.tile(step)
+            row_tile, head_pack, exists = order.tile(step)
             if exists:
-                work = self.work(call, row_tile, batch_head)
+                work = self.work(call, row_tile, head_pack)
                 for i in cutlass.range(work.end - work.begin, unroll=1):
                     tile = work.end - 1 - i
                     for stage in cutlass.range_constexpr(STAGES):
@@ -808,7 +748,8 @@ class Forward:
         stage: cutlass.Constexpr[int],
     ):  # fmt: skip
         """Normalises a stage's O, writes lse and hands the rows to the store warp."""
-        this_row = work.first_rows[stage] + row
+        this_row = work.first_rows[stage] + row // call.heads_per_tile
+        head = work.head + row % call.heads_per_tile
         lanes = row // 32 * tmem.QUARTER
         inverse, lse = Float32(0.0), -Float32.inf
         some = work.begins[stage] < work.ends[stage]
@@ -818,14 +759,16 @@ class Forward:
             shift = (self.slot(stage, row) + TILE).load()
             self.message_read[stage].arrive()
             received[stage] += 1
-            inverse, lse = finish_row(shift, total)
+            sink = load_or(call.sinks, work.batch * call.problem.num_heads + head, -Float32.inf)
+            inverse, lse = finish_row(shift, total, sink * LOG2_E)
             if this_row >= work.visibility.num_rows:
                 inverse, lse = Float32(0.0), -Float32.inf
             self.output[stage].wait(outputs[stage])
             outputs[stage] += 1
             tmem.fence_after()
-        if this_row < call.num_queries:
-            index = (Int64(work.batch) * call.num_queries + this_row) * call.num_heads + work.head
+        if this_row < call.problem.num_queries:
+            position = Int64(work.batch) * call.problem.num_queries + this_row
+            index = position * call.problem.num_heads + head
             target = cute.make_tensor(call.lse + index, cute.make_layout(1))
             target[0] = lse
 
@@ -872,9 +815,9 @@ class Forward:
         order = self.order(call)
         written = Int32(0)
         for step in cutlass.range(order.num_steps(), unroll=1):
-            row_tile, batch_head, exists = order.tile(step)
+            row_tile, head_pack, exists = order.tile(step)
             if exists:
-                work = self.work(call, row_tile, batch_head)
+                work = self.work(call, row_tile, head_pack)
                 for stage in cutlass.range_constexpr(STAGES):
                     self.out_full[stage].wait(written)
                     if prims.elect_sync():
@@ -905,10 +848,10 @@ def variants() -> list[Forward]:
     8 (12.5 %) else, none on sm_103a, whose special function units are twice as fast.
     """
     return [
-        Forward(architecture, dtype, head_dim, kind, ctas, pairs[ctas])
+        Forward(architecture, dtype, head_dim, kind, capped, ctas, pairs[ctas])
         for architecture, pairs in (("sm_100a", {1: 8, 2: 12}), ("sm_103a", {1: 0, 2: 0}))
         for dtype in DTYPES
         for head_dim in (64, 96, 128)
-        for kind in (FULL, CAUSAL, WINDOW)
+        for kind, capped in (*((kind, False) for kind in KINDS), (WINDOW, True), (SEGMENTS, True))
         for ctas in [2 if head_dim == 128 and kind is FULL else 1]
     ]

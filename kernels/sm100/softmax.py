@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.experimental import primitives as prims
 
 from ..masks import Visibility
-from ..softmax import LN_2
+from ..softmax import LN_2, TANH_LIMIT, TANH_P, TANH_Q, include_sink
 
 # The running maximum may lag behind the true one by a factor of 2**8 before anything is rescaled:
 # exponentials stay below 256, far from the limits of bf16, f16 and the float32 sums.
@@ -31,17 +31,13 @@ _NEAREST = prims.FPRoundingMode.RN
 _DOWN = prims.FPRoundingMode.RM
 
 
-def maximum3(a: Float32, b: Float32, c: Float32) -> Float32:
-    """The largest of three, in one instruction; NaN is ignored."""
+def maximum(*values: Float32) -> Float32:
+    """The largest of two or three in one instruction, or NaN if any of them is."""
+    operands = ", ".join(f"{{$r{i}}}" for i in range(len(values)))
     return prims.inline_ptx(
-        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
-
-
-def maximum_nan(a: Float32, b: Float32) -> Float32:
-    """The larger of two, or NaN if either is."""
-    return prims.inline_ptx(
-        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+        f"max.NaN.f32 {{$w0}}, {operands};",
+        write_only_types=[Float32],
+        read_only_args=list(values),
     )
 
 
@@ -62,26 +58,36 @@ def add2(a: Pair, b: Pair, rounding: prims.FPRoundingMode = _NEAREST) -> Pair:
     return prims.add_packed_f32x2(a, b, rnd=rounding)
 
 
+def multiply2(a: Pair, b: Pair) -> Pair:
+    """a * b on two elements in one instruction."""
+    return prims.mul_packed_f32x2(a, b, rnd=_NEAREST)
+
+
 def scale2(a: Pair, factor: Float32) -> Pair:
     """a * factor on two elements in one instruction."""
-    return prims.mul_packed_f32x2(a, (factor, factor), rnd=_NEAREST)
+    return multiply2(a, (factor, factor))
+
+
+def polynomial2(coefficients: tuple[float, ...], x: Pair) -> Pair:
+    """The polynomial with these coefficients, that of the lowest power first, on two elements."""
+    result = (Float32(coefficients[-1]),) * 2
+    for coefficient in reversed(coefficients[:-1]):
+        result = fma2(result, x, (Float32(coefficient),) * 2)
+    return result
 
 
 def exp2_polynomial(x: Pair) -> Pair:
     """2**x for x < 128 without the special function unit; exactly 0 for -inf.
 
-    A NaN comes out as a huge finite number, which 16-bit conversion turns into infinity.
+    A NaN comes out as a huge finite number; it shows in the row's maximum (:func:`row_maximum`).
     """
-    x = tuple(maximum_nan(element, Float32(EXP2_LOWEST)) for element in x)
+    x = tuple(maximum(element, Float32(EXP2_LOWEST)) for element in x)
     magic = Float32(EXP2_MAGIC)
     shifted = add2(x, (magic, magic), _DOWN)
     whole = add2(shifted, (-magic, -magic))
     minus_one = Float32(-1.0)
     fraction = fma2(whole, (minus_one, minus_one), x)
-    coefficients = [Float32(c) for c in EXP2_COEFFICIENTS]
-    result = (coefficients[-1],) * 2
-    for c in reversed(coefficients[:-1]):
-        result = fma2(result, fraction, (c, c))
+    result = polynomial2(EXP2_COEFFICIENTS, fraction)
     # floor(x) goes to the exponent field; the magic number's own bits fall off the left end.
     return tuple(
         (mantissa.bitcast(Int32) + (bits.bitcast(Int32) << 23)).bitcast(Float32)
@@ -95,15 +101,31 @@ def exp2_hardware(x: Pair) -> Pair:
 
 
 def row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
-    """The largest of ``start`` and all elements, two elements an instruction; NaN is ignored."""
+    """The largest of ``start`` and all elements, two elements an instruction; NaN if any is."""
     count = cute.size(scores)
     # Four chains, so that the latency of one instruction hides behind the others.
-    chains = [maximum3(scores[0], scores[1], start)]
-    chains += [cute.arch.fmax(scores[2 * i], scores[2 * i + 1]) for i in range(1, 4)]
+    chains = [maximum(scores[0], scores[1], start)]
+    chains += [maximum(scores[2 * i], scores[2 * i + 1]) for i in range(1, 4)]
     for i in range(8, count, 2):
         chain = i // 2 % 4
-        chains[chain] = maximum3(chains[chain], scores[i], scores[i + 1])
-    return cute.arch.fmax(maximum3(*chains[:3]), chains[3])
+        chains[chain] = maximum(chains[chain], scores[i], scores[i + 1])
+    return maximum(maximum(*chains[:3]), chains[3])
+
+
+def cap_row(scores: cute.Tensor, factor: Float32) -> None:
+    """Replaces raw scores by tanh(score * factor), two elements an instruction where possible.
+
+    The approximation is that of :func:`..softmax.tanh`.
+    """
+    for i in range(0, cute.size(scores), 2):
+        scaled = scale2((scores[i], scores[i + 1]), factor)
+        limit = Float32(TANH_LIMIT)
+        x = tuple(cute.arch.fmin(element, limit, abs=True, nan=True) for element in scaled)
+        square = multiply2(x, x)
+        numerator = multiply2(x, polynomial2(TANH_P, square))
+        denominator = polynomial2(TANH_Q, square)
+        inverse = tuple(cute.arch.rcp_approx(element) for element in denominator)
+        scores[i], scores[i + 1] = multiply2(numerator, inverse)
 
 
 def add_pairs(sums: list[Pair], values: cute.Tensor, first: int, count: int) -> list[Pair]:
@@ -115,23 +137,48 @@ def add_pairs(sums: list[Pair], values: cute.Tensor, first: int, count: int) -> 
     return sums
 
 
-def visible_columns(visibility: Visibility, row: Int32) -> tuple[Int32, Int32]:
-    """Half-open range of the columns that one row sees."""
-    begin, end = Int32(0), visibility.num_columns
-    if visibility.kind.left:
-        begin = row + visibility.shift_left
-    if visibility.kind.right:
-        end = cutlass.min(end, row + visibility.shift_right + 1)
-    return begin, end
+@dataclasses.dataclass(frozen=True)
+class RowMask:
+    """What the query row of a thread sees.
 
+    Attributes:
+      begin, end: half-open range of columns, segments left aside.
+      segment: the row's segment id (0 without segments).
+    """
 
-def mask_row(scores: cute.Tensor, begin: Int32, end: Int32, left: bool) -> None:
-    """Sets the elements outside [begin, end) to -inf; those before ``begin`` only if ``left``."""
-    for i in range(cute.size(scores)):
-        visible = i < end
-        if left:
-            visible = cutlass.and_(visible, i >= begin)
-        scores[i] = Float32(cutlass.select_(visible, scores[i], -Float32.inf))
+    visibility: Visibility
+    begin: Int32
+    end: Int32
+    segment: Int32
+
+    @classmethod
+    def of(cls, visibility: Visibility, row: Int32) -> RowMask:
+        begin, end, segment = Int32(0), visibility.num_columns, Int32(0)
+        if visibility.kind.left:
+            begin = row + visibility.shift_left
+        if visibility.kind.right:
+            end = cutlass.min(end, row + visibility.shift_right + 1)
+        if visibility.segments is not None:
+            segment = visibility.segments.row_id(row)
+        return cls(visibility, begin, end, segment)
+
+    def apply(self, scores: cute.Tensor, first: Int32) -> None:
+        """Sets the hidden ones of the scores of columns ``first + [0, size)`` to -inf.
+
+        All lanes of a warp take part: each loads every 32nd column's id, and they pass them round.
+        """
+        begin, end = self.begin - first, self.end - first
+        segments = self.visibility.segments
+        for i in range(cute.size(scores)):
+            visible = i < end
+            if self.visibility.kind.left:
+                visible = cutlass.and_(visible, i >= begin)
+            if segments is not None:
+                if i % 32 == 0:
+                    of_lane = segments.column_id(first + cute.arch.lane_idx(), i)
+                segment = cute.arch.shuffle_sync(of_lane, i % 32)
+                visible = cutlass.and_(visible, segment == self.segment)
+            scores[i] = Float32(cutlass.select_(visible, scores[i], -Float32.inf))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +248,18 @@ class RowSoftmax:
             scores[i], scores[i + 1] = exp2(x)
 
 
-def finish_row(shift: Float32, total: Float32) -> tuple[Float32, Float32]:
-    """(1 / sum, natural log of the sum of exponentials) of a row; (0, -inf) if it saw nothing."""
+def finish_row(shift: Float32, total: Float32, sink_log2: Float32) -> tuple[Float32, Float32]:
+    """(factor of the output, natural log of the sum) of a row; (0, -inf) if it saw nothing.
+
+    Args:
+      sink_log2: logit of the sink times log2(e); -inf for none.
+    """
+    factor, shift, total = include_sink(shift, total, sink_log2)
     empty = total == 0.0
+    inverse = factor * cute.arch.rcp_approx(total)
     lse = (shift + cute.math.log2(total, fastmath=True)) * LN_2
     return (
-        Float32(cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))),
+        Float32(cutlass.select_(empty, Float32(0.0), inverse)),
         Float32(cutlass.select_(empty, -Float32.inf, lse)),
     )
 
