@@ -675,19 +675,27 @@ def test_resources_of_all_variants():
 # ---- the user's road -----------------------------------------------------------------------------
 
 SCRIPT = """
-import jax, jax.numpy as jnp, numpy as np, fa4_jax
-q, k, v = (jax.random.normal(key, (1, n, 2, 128), jnp.bfloat16)
-           for key, n in zip(jax.random.split(jax.random.key(0), 3), (150, 200, 200)))
-attend = lambda *x, how: fa4_jax.dot_product_attention(*x, is_causal=True, implementation=how)
-found = attend(q, k, v, how="emulated")
-exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)), how="xla")
-print(float(jnp.abs(found - exact).max()))
+import jax, jax.numpy as jnp, fa4_jax
+
+def print_difference(T, S, N, K, **masks):
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = [jax.random.normal(key, (1, *shape, 128), jnp.bfloat16)
+              for key, shape in zip(keys, ((T, N), (S, K), (S, K)))]
+    attend = lambda *x, how: fa4_jax.dot_product_attention(*x, implementation=how, **masks)
+    found = attend(*inputs, how="emulated")
+    exact = attend(*(x.astype(jnp.float32) for x in inputs), how="xla")
+    print(float(jnp.abs(found - exact).max()))
+
+ids = jnp.arange(200)[None] // 70
+print_difference(150, 200, 2, 2, is_causal=True)
+print_difference(200, 200, 2, 1, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids)
+print_difference(2, 200, 8, 1, is_causal=True, query_offset=198, sinks=jnp.arange(8.0))
 """
 
 
 @pytest.mark.usefixtures("built_library")
 def test_through_jax():
-    """The typed custom call chooses and runs the Blackwell kernel of the built bundle."""
+    """The typed custom call chooses, fills and runs Blackwell kernels of the built bundle."""
     manifest = bundle.directory() / "manifest.txt"
     if "architecture sm_100a" not in manifest.read_text():
         pytest.skip("the bundle was built before the Blackwell kernels")
@@ -700,4 +708,5 @@ def test_through_jax():
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
-    assert float(process.stdout) < 0.02
+    differences = [float(line) for line in process.stdout.split()]
+    assert len(differences) == 3 and max(differences) < 0.02
