@@ -181,6 +181,7 @@ def kernels(*names: str) -> list[str]:
 SCHEDULED = kernels(
     "forward_bf16_h128_causal",
     "forward_f16_h96_window",
+    "forward_bf16_h64_segments_capped",
     "backward_bf16_h128_causal",
     "backward_bf16_h128_full",
     "backward_f16_h64_window",
@@ -188,6 +189,7 @@ SCHEDULED = kernels(
 MUTATED = kernels(
     "forward_bf16_h128_causal",
     "forward_bf16_h64_window",
+    "forward_bf16_h128_segments",
     "backward_bf16_h128_causal",
     "backward_bf16_h128_full",
 )
