@@ -31,7 +31,8 @@ Registers of a consumer thread: S tile_n/2, P tile_n/4, O head_dim/2, the rest u
 
 Padding: H, Hv and sequence ends inside a tile come as zeros from TMA and are clipped by its
 stores. Value rows that no query of the batch element may look at are zeroed by the producer,
-because 0 * NaN is NaN; other hidden scores are overwritten with -inf.
+because 0 * NaN is NaN; other hidden scores are overwritten with -inf. (Rows of segments that no
+query has arrive as zeros: fa4_jax/segments.py.)
 
 Sources: FlashAttention-3 (arXiv 2407.08608) for the two overlaps; PTX ISA 9.7.15 (wgmma).
 """
