@@ -146,7 +146,8 @@ def dot_product_attention(
     Raises:
       ValueError: an argument is wrong; says which, what was given and what is allowed.
       NotImplementedError: no implementation asked for can serve the call; lists every reason. Also
-        forward-mode and second-order differentiation of the kernels: `"xla"` has both.
+        forward-mode and second-order differentiation of `"fa4"` and `"emulated"`; `"xla"` has
+        both, and computes them for None.
 
     References:
       Dao et al., FlashAttention (2022), https://arxiv.org/abs/2205.14135.

@@ -3,14 +3,16 @@
 The typed custom calls of :mod:`fa4_jax.custom_calls` know nothing but arrays. This module wraps
 them, from the outside in, in
 
-* ``custom_vjp`` whose forward rule names output and log-sum-exp "context" for ``jax.checkpoint``,
+* ``custom_jvp`` whose rule names output and log-sum-exp "context" for ``jax.checkpoint``, and a
+  linear primitive for their tangents, whose transpose is the backward call,
 * ``custom_vmap``: a mapped axis is folded into the batch of one kernel launch,
 * ``custom_partitioning`` with a Shardy rule: batch, head and query-sequence axes stay sharded,
 * ``platform_dependent``: one lowered program runs the kernels on CUDA and :mod:`fa4_jax.xla`
   elsewhere, where the caller allows that.
 
 Inside ``shard_map`` the partitioning step lowers to nothing. Forward-mode and second-order
-differentiation raise ``NotImplementedError``.
+derivatives are XLA's where the caller allows that, on every platform; else they raise
+``NotImplementedError``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -146,21 +148,21 @@ def attend(
       ``(out, lse)``: query's dtype ``[B,T,N,Hv]`` and float32 ``[B,T,N]``.
 
     Raises:
-      NotImplementedError: when forward-mode or second-order differentiation reaches the kernels.
+      NotImplementedError: for forward-mode or second-order differentiation with a platform.
     """
     scale = spec.scale if operands.scale is None else operands.scale
     spread = functools.partial(_spread, jax.typeof(operands.query))
     inputs = _Inputs(
-        query=_reverse_mode_only(operands.query),
-        key=_reverse_mode_only(operands.key),
-        value=_reverse_mode_only(operands.value),
-        scale=_reverse_mode_only(spread(scale, 0)),
+        query=operands.query,
+        key=operands.key,
+        value=operands.value,
+        scale=spread(scale, 0),
         query_seq_lengths=operands.query_seq_lengths,
         key_value_seq_lengths=operands.key_value_seq_lengths,
         query_offset=operands.query_offset,
         query_segment_ids=operands.query_segment_ids,
         key_value_segment_ids=operands.key_value_segment_ids,
-        sinks=None if operands.sinks is None else _reverse_mode_only(spread(operands.sinks, 0, 2)),
+        sinks=None if operands.sinks is None else spread(operands.sinks, 0, 2),
     )
     call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
     return _attention(call, _equally_varying(inputs))
@@ -200,117 +202,136 @@ def _equally_varying(inputs: _Inputs) -> _Inputs:
 # --- Differentiation ------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(call: _Call, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
     return _forward(call, inputs)
 
 
-def _attention_forward(call: _Call, inputs):
-    # The names reach the backward rule as tree structure, not as values.
-    wanted = {name: () for name, x in inputs._asdict().items() if x is not None and x.perturbed}
-    inputs = jax.tree.map(
-        lambda leaf: leaf.value, inputs, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
-    )
+def _attention_jvp(call: _Call, primals, tangents):
+    (inputs,), (tangents,) = primals, tangents
     # Both named here, inside the rule: else remat runs the kernel again for the missing one.
-    out, lse = checkpoint_name(_forward(call, inputs), "context")
-    return (out, lse), (inputs, out, lse, wanted)
+    out, lse = checkpoint_name(_attention(call, inputs), "context")
+    moving = {
+        name: x
+        for name in _DIFFERENTIABLE
+        if (x := getattr(tangents, name)) is not None and not isinstance(x, SymbolicZero)
+    }
+    leaves, structure = jax.tree.flatten(((inputs, out, lse), moving))
+    return (out, lse), tuple(_tangent_p.bind(*leaves, call=call, structure=structure))
 
 
-def _attention_backward(call: _Call, residuals, cotangents):
-    inputs, out, lse, wanted = residuals
-    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
-    gradients = _Inputs(*(None if x is None else _zero_cotangent(x) for x in inputs))
-    if dout is None and dlse is None:
-        return (gradients,)
-    dout = jnp.zeros_like(out) if dout is None else dout
-    sees = lse != -jnp.inf
+_attention.defjvp(_attention_jvp, symbolic_zeros=True)
 
-    if "sinks" in wanted:
-        # With the sink's probability p: d lse / d sink = p and d out / d sink = -p out.
-        shared = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-        shared = shared if dlse is None else shared + dlse
-        # Selected, not multiplied: the cotangent of a row that sees nothing may be NaN.
-        dsinks = jnp.where(sees, jnp.exp(inputs.sinks[:, None] - lse) * shared, 0)
-        gradients = gradients._replace(sinks=dsinks.sum(1))
-    if not wanted.keys() & {"query", "key", "value", "scale"}:
-        return (gradients,)
-
-    scale = inputs.scale
-    if "scale" in wanted:
-        scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
-    saved = _Saved(out, lse, dout, dlse)
-    dq, dk, dv = _backward(call, inputs._replace(scale=scale, sinks=None), saved)
-    if "scale" in wanted:
-        # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j), where dz is the
-        # cotangent of the logits before the cap.
-        product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
-        dscale = jnp.sum(jnp.where(sees[..., None], product, 0), axis=(1, 2, 3)) / scale
-        is_zero = (inputs.scale == 0)[:, None, None, None]
-        dq, dk = (jnp.where(is_zero, jnp.zeros_like(x), x) for x in (dq, dk))
-        gradients = gradients._replace(scale=dscale)
-    return (gradients._replace(query=dq, key=dk, value=dv),)
-
-
-_attention.defvjp(_attention_forward, _attention_backward, symbolic_zeros=True)
-
-
-def _zero_cotangent(x: jax.Array):
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None
-
+_DIFFERENTIABLE = ("query", "key", "value", "scale", "sinks")
 
 _FIRST_ORDER_ONLY = (
-    'fa4_jax: the kernels of implementation="fa4" have first-order reverse-mode derivatives only; '
-    'use implementation="xla" for forward-mode (jvp, jacfwd, linearize) and second-order '
+    "fa4_jax: the kernels have first-order reverse-mode derivatives only; use "
+    'implementation="xla" or None for forward-mode (jvp, jacfwd, linearize) and second-order '
     "(hessian, grad of grad) differentiation"
 )
-
-# A stand-in of any type that can be traced but neither evaluated nor lowered.
-_refused_p = Primitive("fa4_refused")
-_refused_p.multiple_results = True
 
 
 def _refuse(*_, message: str, **__):
     raise NotImplementedError(message)
 
 
+# A stand-in of any type that can be traced but neither evaluated nor lowered.
+_refused_p = Primitive("fa4_refused")
+_refused_p.multiple_results = True
 _refused_p.def_impl(_refuse)
 _refused_p.def_abstract_eval(lambda *_, avals, message: avals)
 mlir.register_lowering(_refused_p, lambda _, *args, **params: _refuse(*args, **params))
 
-# An identity that is transparent to reverse mode. Its tangent map is an identity too, but one that
-# can be transposed and not evaluated: so forward mode fails here, with our words, before it
-# reaches custom_vjp.
-_reverse_mode_only_p = Primitive("fa4_reverse_mode_only")
-_reverse_mode_only = _reverse_mode_only_p.bind
+# The linear map from tangents of inputs to those of out and lse. Reverse mode transposes it, which
+# is the backward call. Forward mode evaluates it: XLA can, where the caller lets it stand in.
+_tangent_p = Primitive("fa4_tangent")
+_tangent_p.multiple_results = True
 
 
-def _reverse_mode_only_jvp(primals, tangents):
-    (tangent,) = tangents
-    if not isinstance(tangent, ad.Zero):
-        avals = (jax.typeof(tangent),)
-        (tangent,) = _refused_p.bind(tangent, avals=avals, message=_FIRST_ORDER_ONLY)
-    return _reverse_mode_only(*primals), tangent
+def _tangent(*leaves, call: _Call, structure):
+    if call.platform is not None:
+        raise NotImplementedError(_FIRST_ORDER_ONLY)
+    (inputs, out, lse), moving = jax.tree.unflatten(structure, leaves)
+    return xla.tangent(call.spec(), inputs.operands(), out, lse, moving)
 
 
-_reverse_mode_only_p.def_impl(lambda x: x)
-_reverse_mode_only_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_reverse_mode_only_p, lambda _, x: [x])
-batching.defvectorized(_reverse_mode_only_p)
-ad.primitive_jvps[_reverse_mode_only_p] = _reverse_mode_only_jvp
-# Transposed it is only where it stands for the tangent map, an identity; batched, only where that
-# map would be evaluated.
-ad.deflinear2(_refused_p, lambda cotangents, *_, **__: cotangents)
-batching.primitive_batchers[_refused_p] = _refuse
+def _tangent_jvp(primals, tangents, **parameters):
+    tangents = tuple(ad.instantiate_zeros(x) for x in tangents)
+    return jax.jvp(functools.partial(_tangent, **parameters), primals, tangents)
 
 
-def _first_order(operation: Callable) -> Callable:
-    """Makes differentiating a rule of ``custom_vjp`` again an error of ours."""
-    guarded = jax.custom_jvp(operation, nondiff_argnums=(0,))
-    guarded.defjvp(functools.partial(_refuse, message=_FIRST_ORDER_ONLY))
-    return guarded
+def _tangent_transpose(cotangents, *leaves, call: _Call, structure):
+    (inputs, out, lse), moving = jax.tree.unflatten(structure, leaves)
+    dout, dlse = (None if isinstance(ct, ad.Zero) else ct for ct in cotangents)
+    if dout is None and dlse is None:
+        return [None] * len(leaves)
+    dout = jnp.zeros_like(out) if dout is None else dout
+    gradients = _gradients(call, inputs, _Saved(out, lse, dout, dlse), moving.keys())
+    return [None] * (len(leaves) - len(moving)) + jax.tree.leaves(gradients)
+
+
+def _tangent_batched(leaves, axes, **parameters):
+    (size,) = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None}
+    folded = (
+        _fold(x if axis is None else jnp.moveaxis(x, axis, 0), axis is not None, size)
+        for x, axis in zip(leaves, axes, strict=True)
+    )
+    results = _tangent_p.bind(*folded, **parameters)
+    return [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results], (0, 0)
+
+
+def _tangent_types(*leaves, call: _Call, structure):
+    (_, out, lse), _ = jax.tree.unflatten(structure, leaves)
+    return out, lse
+
+
+_tangent_p.def_impl(_tangent)
+_tangent_p.def_abstract_eval(_tangent_types)
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
+ad.primitive_jvps[_tangent_p] = _tangent_jvp
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+batching.primitive_batchers[_tangent_p] = _tangent_batched
+
+
+def _gradients(
+    call: _Call, inputs: _Inputs, saved: _Saved, wanted: Set[str]
+) -> dict[str, jax.Array]:
+    """Gradients of the inputs with the wanted names."""
+    out, lse, dout, dlse = saved
+    sees = lse != -jnp.inf
+    found = {}
+    if "sinks" in wanted:
+        # With the sink's probability p: d lse / d sink = p and d out / d sink = -p out.
+        shared = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+        shared = shared if dlse is None else shared + dlse
+        # Selected, not multiplied: the cotangent of a row that sees nothing may be NaN.
+        dsinks = jnp.where(sees, jnp.exp(inputs.sinks[:, None] - lse) * shared, 0)
+        found["sinks"] = dsinks.sum(1)
+    if wanted - {"sinks"}:
+        scale = inputs.scale
+        if "scale" in wanted:
+            scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
+        dq, dk, dv = _backward(call, inputs._replace(scale=scale, sinks=None), saved)
+        if "scale" in wanted:
+            # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j), where dz is
+            # the cotangent of the logits before the cap.
+            product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
+            product = jnp.where(sees[..., None], product, 0)
+            found["scale"] = jnp.sum(product, axis=(1, 2, 3)) / scale
+            is_zero = (inputs.scale == 0)[:, None, None, None]
+            dq, dk = (jnp.where(is_zero, jnp.zeros_like(x), x) for x in (dq, dk))
+        found |= {"query": dq, "key": dk, "value": dv}
+    return {name: found[name] for name in wanted}
 
 
 # --- Batching -------------------------------------------------------------------------------------
+
+
+def _fold(x: jax.Array, is_mapped: bool, size: int) -> jax.Array:
+    """[size, B, ...], or [B, ...] for all, to [size * B, ...]."""
+    if not is_mapped:
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 def _foldable(operation: Callable) -> Callable:
@@ -322,11 +343,7 @@ def _foldable(operation: Callable) -> Callable:
 
         @mappable.def_vmap
         def rule(axis_size, in_batched, *trees):
-            def fold(x, is_batched):
-                if not is_batched:
-                    x = jnp.broadcast_to(x, (axis_size, *x.shape))
-                return x.reshape(axis_size * x.shape[1], *x.shape[2:])
-
+            fold = functools.partial(_fold, size=axis_size)
             batch = trees[0].query.shape[1 if in_batched[0].query else 0]
             results = mappable(*jax.tree.map(fold, trees, tuple(in_batched)))
             results = jax.tree.map(lambda x: x.reshape(axis_size, batch, *x.shape[1:]), results)
@@ -579,7 +596,8 @@ def _forward_local(call: _Call, inputs: _Inputs):
             inputs, _ = _without_unseen(call, inputs)
             bounds = segments.bounds(inputs.query_segment_ids, inputs.key_value_segment_ids)
         *others, sinks = inputs
-        return custom_calls.forward(*others, bounds, sinks, **call.attributes())
+        operands: list[Any] = [*others, bounds, sinks]
+        return custom_calls.forward(*operands, **call.attributes())
 
     def fallback(inputs):
         return xla.forward(call.spec(), inputs.operands())
@@ -599,15 +617,15 @@ def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
             saved = saved._replace(dout=_keep(queries, saved.dout))
             bounds = segments.bounds(inputs.key_value_segment_ids, inputs.query_segment_ids)
         query, key, value, *others, _ = inputs
-        return custom_calls.backward(
-            query, key, value, *saved, *others, bounds, **call.attributes()
-        )
+        operands: list[Any] = [query, key, value, *saved, *others, bounds]
+        return custom_calls.backward(*operands, **call.attributes())
 
-    def fallback(inputs, saved):
-        gradients = xla.backward(call.spec(), inputs.operands(), *saved)
-        return gradients.query, gradients.key, gradients.value
+    return call.run(kernels, functools.partial(_backward_by_xla, call), inputs, saved)
 
-    return call.run(kernels, fallback, inputs, saved)
+
+def _backward_by_xla(call: _Call, inputs: _Inputs, saved: _Saved):
+    gradients = xla.backward(call.spec(), inputs.operands(), *saved)
+    return gradients.query, gradients.key, gradients.value
 
 
 def _without_unseen(call: _Call, inputs: _Inputs) -> tuple[_Inputs, jax.Array]:
@@ -645,7 +663,15 @@ def _backward_types(inputs: _Inputs, saved: _Saved):
     return tuple(jax.typeof(x) for x in (inputs.query, inputs.key, inputs.value))
 
 
-_forward = _first_order(_foldable(_partitioned(_forward_local, _partition_forward, _forward_types)))
-_backward = _first_order(
-    _foldable(_partitioned(_backward_local, _partition_backward, _backward_types))
+def _backward_jvp(call: _Call, primals, tangents):
+    if call.platform is not None:
+        raise NotImplementedError(_FIRST_ORDER_ONLY)
+    return jax.jvp(functools.partial(_backward_by_xla, call), primals, tangents)
+
+
+_forward = _foldable(_partitioned(_forward_local, _partition_forward, _forward_types))
+_backward = jax.custom_jvp(
+    _foldable(_partitioned(_backward_local, _partition_backward, _backward_types)),
+    nondiff_argnums=(0,),
 )
+_backward.defjvp(_backward_jvp)

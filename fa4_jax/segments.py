@@ -63,12 +63,13 @@ def seen(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array]:
       bool ``[B, T]``, whether a query sees any key, and bool ``[B, S]``, whether a key is seen by
       any query. What is stored elsewhere may be NaN.
     """
-    ids = operands.query_segment_ids, operands.key_value_segment_ids
-    lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
+    query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
+    assert query_ids is not None and key_ids is not None
+    query_lengths, key_lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     offset = 0 if operands.query_offset is None else operands.query_offset[:, None]
-    queries = _sees(*ids, *lengths, offset, spec.left, spec.right)
+    queries = _sees(query_ids, key_ids, query_lengths, key_lengths, offset, spec.left, spec.right)
     # Seen from a key, the window is the mirror image.
-    keys = _sees(*reversed(ids), *reversed(lengths), -offset, spec.right, spec.left)
+    keys = _sees(key_ids, query_ids, key_lengths, query_lengths, -offset, spec.right, spec.left)
     return queries, keys
 
 

@@ -101,26 +101,37 @@ def backward(
       Operands with the gradient of each floating array that the call has (query, key, value, bias,
       sinks, scale), in its shape and dtype, and None elsewhere.
     """
-    call = _call(spec, operands)
     differentiable = {
         name: x for name in _DIFFERENTIABLE if (x := getattr(operands, name)) is not None
     }
+    tangent_map = functools.partial(tangent, spec, operands, out, lse)
+    transpose = jax.linear_transpose(tangent_map, differentiable)
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse
+    (gradients,) = transpose((dout.astype(out.dtype), dlse.astype(lse.dtype)))
+    return Operands(**gradients)
+
+
+def tangent(
+    spec: AttentionSpec, operands: Operands, out: Array, lse: Array, tangents: dict[str, Array]
+) -> tuple[Array, Array]:
+    """Tangents of out and lse from what a forward pass saved; `backward` is the transpose.
+
+    Args:
+      spec, operands, out, lse: as for `backward`.
+      tangents: of some of the floating operands, by name. Linear in these.
+
+    Returns:
+      Arrays like out and lse.
+    """
+    call = _call(spec, operands)
     # The log-sum-exp as the shift of `_forward`, and nothing remaining.
     sees = lse != -jnp.inf
     shift, log_sum = jnp.where(sees, lse, 0), jnp.where(sees, 0, -jnp.inf).astype(lse.dtype)
     split = functools.partial(_split_heads, kv_heads=call.kv_heads)
     saved = split(out), split(shift), split(log_sum)
-    arrays = _arrange(operands)
-
-    def tangent_map(tangents: dict[str, Array]) -> tuple[Array, Array]:
-        tangents = _arrange_floats(tangents, call.kv_heads)
-        out_dot, lse_dot = _tangent(call, arrays, saved, tangents)
-        return _merge_heads(out_dot), _merge_heads(lse_dot)
-
-    transpose = jax.linear_transpose(tangent_map, differentiable)
-    dlse = jnp.zeros_like(lse) if dlse is None else dlse
-    (gradients,) = transpose((dout.astype(out.dtype), dlse.astype(lse.dtype)))
-    return Operands(**gradients)
+    tangents = _arrange_floats(tangents, call.kv_heads)
+    out_dot, lse_dot = _tangent(call, _arrange(operands), saved, tangents)
+    return _merge_heads(out_dot), _merge_heads(lse_dot)
 
 
 # --- Canonical arrays -----------------------------------------------------------------------------

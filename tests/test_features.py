@@ -1,11 +1,16 @@
 """Segments, soft cap and sinks through the public function: values and every gradient.
 
-`None` on the CPU is the kernels' transforms over XLA, `"emulated"` the kernels themselves. On a GPU
-they are in `test_kernels_gpu.py`.
+`None` on the CPU is the kernels' transforms over XLA, `"emulated"` the kernels themselves, as is
+`"fa4"` on a GPU; `test_kernels_gpu.py` has many more cases there.
 """
 
 import dataclasses
 import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +27,13 @@ DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 @pytest.fixture(
-    params=["xla", None, pytest.param("emulated", marks=pytest.mark.emulator)],
-    ids=["xla", "automatic", "emulated"],
+    params=[
+        "xla",
+        None,
+        pytest.param("emulated", marks=pytest.mark.emulator),
+        pytest.param("fa4", marks=pytest.mark.gpu),
+    ],
+    ids=str,
 )
 def implementation(request):
     if request.param == "emulated":
@@ -33,8 +43,13 @@ def implementation(request):
 
 @pytest.fixture(scope="module")
 def emulator(built_library):
-    """Skips where the bundle was built before the kernels took segments."""
-    if not any(kernel.select.get("mask") == "segments" for kernel in bundle.kernels()):
+    """Skips on a GPU, and where the bundle was built before the kernels took segments."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the emulator runs on the CPU")
+    if not any(
+        kernel.operation == "backward" and kernel.select.get("mask") == "segments"
+        for kernel in bundle.kernels()
+    ):
         pytest.skip("the bundle has no kernels with segments")
 
 
@@ -128,27 +143,35 @@ def inputs(case, filling=0.0):
     return operands, (dout, dlse)
 
 
-def attend(case, implementation, **operands):
+def attend(operands, masks, case, implementation):
+    """The arrays among the masks are arguments of their own."""
     return dot_product_attention(
         **operands,
-        **case.masks,
+        **masks,
+        is_causal=case.masks.get("is_causal", False),
+        local_window_size=case.masks.get("local_window_size"),
         logits_soft_cap=case.cap,
         return_residual=True,
         implementation=implementation,
     )
 
 
-def run(case, implementation, operands, cotangents):
+def compute(operands, masks, cotangents, case, implementation, wrap=lambda f: f):
     """out, lse and the gradients by name."""
+    call = functools.partial(attend, masks=masks, case=case, implementation=implementation)
+    results, pullback = jax.vjp(wrap(call), operands)
+    return *results, pullback(cotangents)[0]
 
-    @jax.jit
-    def compute(operands, cotangents):
-        results, pullback = jax.vjp(
-            lambda operands: attend(case, implementation, **operands), operands
-        )
-        return *results, pullback(cotangents)[0]
 
-    return jax.device_get(compute(jax.tree.map(jnp.asarray, operands), cotangents))
+def arguments(case, filling=0.0):
+    operands, cotangents = inputs(case, filling)
+    masks = {name: x for name, x in case.masks.items() if isinstance(x, np.ndarray)}
+    return jax.tree.map(jnp.asarray, (operands, masks, cotangents))
+
+
+def run(case, implementation, filling=0.0):
+    function = functools.partial(compute, case=case, implementation=implementation)
+    return jax.device_get(jax.jit(function)(*arguments(case, filling)))
 
 
 @functools.cache
@@ -176,4 +199,162 @@ def check(name, found):
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(implementation, name):
     """With NaN wherever nobody looks, in the cotangents too."""
-    check(name, run(CASES[name], implementation, *inputs(CASES[name], np.nan)))
+    check(name, run(CASES[name], implementation, np.nan))
+
+
+def test_wrong_segments_are_noticed(emulator, monkeypatch):
+    """The kernels use every number of the bounds, and need the zeros where nobody looks."""
+    right = segments.bounds
+
+    def changed(edit):
+        return lambda *ids: right(*ids) + jnp.array(edit, jnp.int32)
+
+    def all_clear(*ids):
+        bounds = right(*ids)
+        return jnp.concatenate([bounds[..., :2], bounds[..., :2]], axis=-1)
+
+    def all_seen(spec, operands):
+        ids = operands.query_segment_ids, operands.key_value_segment_ids
+        return tuple(jnp.ones(x.shape, bool) for x in ids)
+
+    for name, attribute, mutant in (
+        ("packed", "bounds", changed([1, 0, 0, 0])),
+        ("packed", "bounds", changed([0, -1, 0, 0])),
+        ("packed", "bounds", all_clear),
+        ("all", "seen", all_seen),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, attribute, mutant)
+            jax.clear_caches()
+            with pytest.raises(AssertionError):
+                check(name, run(CASES[name], "emulated", np.nan))
+    jax.clear_caches()
+
+
+# --- Transforms of the kernels --------------------------------------------------------------------
+
+SMALL = Case(
+    "f16",
+    (2, 40, 72, 2, 2, 64, 64),
+    dict(
+        is_causal=True,
+        query_offset=np.int32([32, 20]),
+        query_segment_ids=packed(2, 40, 9, 20, 11),
+        key_value_segment_ids=packed(2, 72, 40, 10, 20),
+    ),
+    cap=2.0,
+    sinks=(0.5, -1.0),
+)
+emulated = functools.partial(compute, case=SMALL, implementation="emulated")
+
+
+@pytest.fixture(scope="module")
+def plain(emulator):
+    return jax.jit(emulated)(*arguments(SMALL))
+
+
+def assert_close(found, expected):
+    """To 16-bit rounding: gradients may be summed in another order."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        scale = np.abs(y[np.isfinite(y)]).max()
+        np.testing.assert_allclose(x, y, rtol=2**-8, atol=2**-9 * scale)
+
+
+@pytest.mark.emulator
+def test_vmap(plain):
+    """Over the batch: every element a call of its own, of which sinks and scale are shared."""
+    axes = {"query": 0, "key": 0, "value": 0, "sinks": None, "scale": None}
+    operands, masks, cotangents = arguments(SMALL)
+    operands = {name: x if axes[name] is None else x[:, None] for name, x in operands.items()}
+    masks, cotangents = jax.tree.map(lambda x: x[:, None], (masks, cotangents))
+    out, lse, gradients = jax.jit(jax.vmap(emulated, (axes, 0, 0)))(operands, masks, cotangents)
+    gradients = {n: x[:, 0] if axes[n] == 0 else x.sum(0) for n, x in gradients.items()}
+    assert_close((out[:, 0], lse[:, 0], gradients), plain)
+
+
+def specs(batch, time, heads):
+    operands = {
+        "query": P(batch, time, heads),
+        "key": P(batch, None, heads),
+        "value": P(batch, None, heads),
+        "sinks": P(heads),
+        "scale": P(),
+    }
+    masks = {
+        "query_offset": P(batch),
+        "query_segment_ids": P(batch, time),
+        "key_value_segment_ids": P(batch),
+    }
+    return operands, masks, (P(batch, time, heads), P(batch, time, heads))
+
+
+@pytest.mark.emulator
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("mode", ["jit", "jit, queries", "shard_map"])
+def test_shards(plain, mode):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    layout = specs("x", "y", None) if mode == "jit, queries" else specs("x", None, "y")
+    function = emulated
+    if mode == "shard_map":
+        operands, _, results = layout
+        function = jax.shard_map(
+            emulated, mesh=mesh, in_specs=layout, out_specs=(*results, operands)
+        )
+    sharded = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arguments(SMALL), layout
+    )
+    assert_close(jax.jit(function)(*sharded), plain)
+
+
+@pytest.mark.emulator
+def test_remat(plain):
+    policy = jax.checkpoint_policies.nothing_saveable
+    function = functools.partial(emulated, wrap=functools.partial(jax.checkpoint, policy=policy))
+    assert_close(jax.jit(function)(*arguments(SMALL)), plain)
+
+
+# --- One program ----------------------------------------------------------------------------------
+
+
+def test_one_program_for_cuda_and_the_emulator(built_library):
+    """The same custom calls, operand types and attributes included; no architecture in them."""
+
+    def calls(implementation, platform):
+        function = functools.partial(compute, case=CASES["all"], implementation=implementation)
+        traced = jax.jit(function).trace(*arguments(CASES["all"]))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        found = re.findall(r"custom_call (@fa4_jax\S+)\(.*?\) (.*)", text)
+        assert "sm_" not in str(found)
+        return found
+
+    found = calls("fa4", "cuda")
+    assert len(found) == 2
+    assert calls("emulated", "cpu") == calls(None, "cuda") == found
+
+
+SCRIPT = """
+import functools, sys
+import jax, numpy as np
+import test_features as t
+operands, masks, cotangents = t.arguments(t.CASES["all"], np.nan)
+function = functools.partial(t.attend, case=t.CASES["all"], implementation="emulated")
+np.savez(sys.argv[1], *jax.device_get(jax.jit(function)(operands, masks)))
+"""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_every_architecture_runs_the_program(emulator, architecture, tmp_path):
+    if architecture not in bundle.architectures():
+        pytest.skip(f"the bundle has no kernels for {architecture}")
+    folder = pathlib.Path(__file__).parent
+    environment = os.environ | {
+        "FA4_JAX_EMULATED_ARCH": architecture,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)]),
+    }
+    path = tmp_path / "results.npz"
+    subprocess.run([sys.executable, "-c", SCRIPT, str(path)], env=environment, check=True)
+    with np.load(path) as results:
+        out, lse = results.values()
+    check("all", (out, lse, {}))

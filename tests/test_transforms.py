@@ -286,7 +286,7 @@ def test_zero_cotangents_give_zero_gradients(attention):
 
 # --- Orders and modes of differentiation ----------------------------------------------------------
 
-UNSUPPORTED = {
+DERIVATIVES = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
     "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
@@ -302,17 +302,40 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", DERIVATIVES)
 def test_kernels_refuse_forward_mode_and_second_order(name):
     operands = dict(zip(("query", "key", "value"), problem(), strict=True), sinks=jnp.ones((N,)))
     for operand, x in operands.items():
+        if operand == "sinks" and "grad of grad" in name:
+            continue  # takes two backward calls, neither of which is differentiated
 
-        def function(x, operand=operand):
-            changed = operands | {operand: x}
-            return fa4_jax.dot_product_attention(**changed, implementation=("fa4", "xla"))
+        def derivative(x, operand=operand):
+            return DERIVATIVES[name](lambda x: KERNELS(**(operands | {operand: x})), x)
 
-        with pytest.raises(NotImplementedError, match=r'first-order.*implementation="xla"'):
-            UNSUPPORTED[name](function, x)
+        with pytest.raises(NotImplementedError, match=r'first-order.*implementation="xla" or None'):
+            cuda_text(derivative, x)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_every_derivative_where_xla_may_stand_in(name):
+    """By XLA from the kernels' output, on every platform."""
+    query, key, value = (x[:1, :3] for x in problem(dtype=jnp.float16))
+    operands = {"query": query, "key": key, "value": value, "sinks": jnp.ones((N,))}
+    for operand in ("query", "sinks"):
+
+        def derivative(implementation, operand=operand):
+            def function(x):
+                return fa4_jax.dot_product_attention(
+                    **(operands | {operand: x}),
+                    is_causal=True,
+                    logits_soft_cap=3.0,
+                    implementation=implementation,
+                )
+
+            return jax.jit(lambda x: DERIVATIVES[name](function, x))(operands[operand])
+
+        # Each rounds its first derivatives to 16 bits.
+        assert_close(derivative(None), derivative("xla"), 2**-7)
 
 
 def test_forward_mode_equals_reverse_mode_on_xla():
