@@ -71,7 +71,7 @@ BLOCK = 64  # columns of 16 bits in one 128-byte swizzle span
 NAMED_DS = 1
 NAMED_DQ_FULL, NAMED_DQ_EMPTY, NAMED_OUTPUT = 2, 4, 6  # one id for each consumer
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
-MASKS = {kind.name: kind for kind in (masks.FULL, masks.CAUSAL, masks.WINDOW)}
+MASKS = {kind.name: kind for kind in masks.KINDS}
 MN = OperandMajorMode.MN
 LOG2_E = math.log2(math.e)
 
@@ -92,7 +92,7 @@ class AccumulatorLayout:
     split_queries: bool
 
     @classmethod
-    def of(cls, head_dim: int, mask: str) -> AccumulatorLayout:
+    def of(cls, head_dim: int, mask: str | None) -> AccumulatorLayout:
         if head_dim == 64:
             return cls(128, transposed=False, split_queries=True)
         # 80 queries keep the tensor cores just ahead of shared memory; 64 waste less on a diagonal.
@@ -122,7 +122,7 @@ class Backward:
     Args:
       dtype: "bf16" or "f16".
       head_dim: 64 or 128; serves H, Hv <= head_dim in multiples of 8.
-      mask: "full", "causal" or "window".
+      mask: "full", "causal", "window" or "segments".
     """
 
     def __init__(self, dtype: str, head_dim: int, mask: str):
@@ -139,6 +139,9 @@ class Backward:
         # The next tile's S starts while dK runs. Pays where the tile is large enough; ptxas finds
         # no spill-free code for 80 queries without it, nor unserialised code for more overlap.
         self.prefetch = self.layout.transposed
+        # Elements of the scores that are masked and turned into probabilities together. The branch
+        # between the parts keeps ptxas from holding more segment ids than it has registers.
+        self.at_once = 32 if self.kind.segments else self.tile_m // 2
         # Floats of one warpgroup's block of a dQ tile.
         self.dq_rows = 64 if self.layout.split_queries else self.tile_m
         self.dq_block = self.dq_rows * 64
@@ -150,7 +153,12 @@ class Backward:
             name=f"sm90_backward_{self.dtype_name}_h{self.head_dim}_{self.mask}",
             architecture="sm_90a",
             operation="backward",
-            select={"dtype": self.dtype_name, "head_dim": self.head_dim, "mask": self.mask},
+            select={
+                "dtype": self.dtype_name,
+                "head_dim": self.head_dim,
+                "mask": self.mask,
+                "logits": "plain",
+            },
             threads=self.threads,
             grid=(f"S/{TILE_KEYS}", "K", "B"),
             params=(
@@ -163,13 +171,9 @@ class Backward:
                 abi.TensorMap("dk", box=(BLOCK, 1, 64, 1), swizzle=128),
                 abi.TensorMap("dv", box=(BLOCK, 1, 64, 1), swizzle=128),
                 abi.Pointer("dq_accumulator"),
-                abi.Pointer("scale"),
-                abi.Pointer("query_seq_lengths"),
-                abi.Pointer("key_value_seq_lengths"),
-                abi.Pointer("query_offset"),
-                *(abi.S32(s) for s in ("T", "S", "N", "K", "Tp", "Hp")),
-                abi.S32("window_left"),
-                abi.S32("window_right"),
+                abi.S32("Tp"),
+                abi.S32("Hp"),
+                *abi.PROBLEM,
             ),
         )
 
@@ -185,19 +189,41 @@ class Backward:
         dk: cutlass.GridConstant[cuda.TensorMap],
         dv: cutlass.GridConstant[cuda.TensorMap],
         dq_accumulator: cute.Pointer,
+        padded_queries: Int32,
+        padded_head_dim: Int32,
         scale: cute.Pointer,
         query_seq_lengths: cute.Pointer,
         key_value_seq_lengths: cute.Pointer,
         query_offset: cute.Pointer,
+        query_segment_ids: cute.Pointer,
+        key_value_segment_ids: cute.Pointer,
+        segment_bounds: cute.Pointer,
+        batch_size: Int32,
         num_queries: Int32,
         num_keys: Int32,
         num_heads: Int32,
         num_kv_heads: Int32,
-        padded_queries: Int32,
-        padded_head_dim: Int32,
         window_left: Int32,
         window_right: Int32,
+        logits_soft_cap: Float32,
     ):
+        problem = masks.Problem(
+            scale,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            query_offset,
+            query_segment_ids,
+            key_value_segment_ids,
+            segment_bounds,
+            batch_size,
+            num_queries,
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            window_left,
+            window_right,
+            logits_soft_cap,
+        )
         self.allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -210,20 +236,12 @@ class Backward:
         cute.arch.sync_threads()
 
         block, _, _ = cute.arch.block_idx()
-        key_tiles = cute.ceil_div(num_keys, TILE_KEYS)
-        kv_head = block // key_tiles % num_kv_heads
-        batch = block // key_tiles // num_kv_heads
+        key_tiles = cute.ceil_div(problem.num_keys, TILE_KEYS)
+        kv_head = block // key_tiles % problem.num_kv_heads
+        batch = block // key_tiles // problem.num_kv_heads
         first_key = block % key_tiles * TILE_KEYS
-        group = num_heads // num_kv_heads
-        visibility = masks.Visibility.of_batch(
-            self.kind,
-            batch,
-            masks.Problem(
-                scale, query_seq_lengths, key_value_seq_lengths, query_offset, None, None, None,
-                None, num_queries, num_keys, num_heads, num_kv_heads, window_left, window_right,
-                None,
-            ),
-        )  # fmt: skip
+        group = problem.num_heads // problem.num_kv_heads
+        visibility = masks.Visibility.of_batch(self.kind, batch, problem)
         seen = visibility.transposed()
         begin, end = seen.tiles(first_key, TILE_KEYS, self.tile_m)
         work = Work(batch, kv_head, group, first_key, begin, end - begin, seen)
@@ -235,18 +253,18 @@ class Backward:
                     work,
                     (query, key, value, dout, lse_log2, delta),
                     visibility.all_columns(),
-                    num_queries,
-                    num_keys,
+                    problem.num_queries,
+                    problem.num_keys,
                 )
             if warp == 1:
-                heads = Int64(batch) * num_heads + kv_head * group
+                heads = Int64(batch) * problem.num_heads + kv_head * group
                 head_size = Int64(padded_queries) * padded_head_dim
                 self.reduce_dq(
                     work, dq_accumulator + heads * head_size, padded_queries, padded_head_dim
                 )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(work, dk, dv, cute.make_tensor(scale, cute.make_layout(1 << 30))[batch])
+            self.consume(work, problem, dk, dv)
 
     def allocate(self):
         """Shared memory and barriers."""
@@ -450,8 +468,9 @@ class Backward:
         return operand
 
     @cute.jit
-    def consume(self, work: Work, dk, dv, scale: Float32):
+    def consume(self, work: Work, problem: masks.Problem, dk, dv):
         """The MMAs and the softmax gradient of 64 keys, then their dK and dV."""
+        scale = masks.load(problem.scale, work.batch)
         m, h = self.tile_m, self.head_dim
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         w = warp // 4 - 1
@@ -561,14 +580,17 @@ class Backward:
         """S^T becomes P^T in place."""
         scale_log2, hidden = scaling
         tile = work.tile_begin + i % work.tiles
+        query = tile * self.tile_m + origin[1]
+        masked = tile < bounds[0] or tile >= bounds[1]
         lse = self.row_values(self.lse, i, origin[1])
         p = self.flat(acc_s)
-        if cutlass.const_expr(self.kind.left or self.kind.right):
-            if tile < bounds[0] or tile >= bounds[1]:
-                query = tile * self.tile_m + origin[1]
-                work.seen.mask_fragment(p, origin[0], query, hidden)
-        for x in cutlass.range_constexpr(cute.size(p)):
-            p[x] = cute.math.exp2(p[x] * scale_log2 - lse[x % 2, x // 4], fastmath=True)
+        for first in cutlass.range_constexpr(0, cute.size(p), self.at_once):
+            if cutlass.const_expr(self.kind.left or self.kind.right):
+                if masked:
+                    part = cute.make_tensor(p.iterator + first, cute.make_layout(self.at_once))
+                    work.seen.mask_fragment(part, origin[0], query + 2 * first, hidden)
+            for x in cutlass.range_constexpr(first, first + self.at_once):
+                p[x] = cute.math.exp2(p[x] * scale_log2 - lse[x % 2, x // 4], fastmath=True)
 
     @cute.jit
     def gradients(self, work: Work, i: Int32, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin):
@@ -591,7 +613,12 @@ class Backward:
         tile = work.tile_begin + i % work.tiles
         if cutlass.const_expr(self.kind.left or self.kind.right):
             if tile < bounds[0] or tile >= bounds[1]:  # a hidden pair's dP may be infinite
-                work.seen.mask_fragment(ds, origin[0], tile * m + origin[1], Float32(0.0))
+                if cutlass.const_expr(self.kind.segments):
+                    # P is exactly 0 there: cheaper than reading the ids once more.
+                    for x in cutlass.range_constexpr(cute.size(p)):
+                        ds[x] = Float32(cutlass.select_(p[x] == 0.0, Float32(0.0), ds[x]))
+                else:
+                    work.seen.mask_fragment(ds, origin[0], tile * m + origin[1], Float32(0.0))
         ds16 = self.operand_a(acc_dp)
         if work.first_key + TILE_KEYS > work.seen.num_rows:
             # The P of a key past the end is garbage. It only spoils the key's own rows of dK and

@@ -1,0 +1,319 @@
+"""The Hopper backward's segments, soft cap and sinks on the emulator.
+
+    kernels/sm90/backward*.py ─build (cached)─► PTX ─► three launches ─► dq, dk, dv
+                                                  │                        │
+                                                  └─ mutants: must fail    └─ accuracy rule
+
+``out`` and ``lse`` come from `oracle`, sinks included: the backward takes them as given. The race
+check runs all along. What calls without these features do is in test_emulator_sm90.py.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from emulator import EmulatorError, launch_kernel
+
+from kernels import build
+
+pytestmark = [
+    pytest.mark.dsl,
+    pytest.mark.emulator,
+    pytest.mark.skipif(
+        importlib.util.find_spec("cutlass") is None, reason="building kernels needs the DSL"
+    ),
+]
+
+UNLIMITED = 2**30
+SEGMENT_IDS = ("query_segment_ids", "key_value_segment_ids")
+PER_BATCH = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
+DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of one main kernel.
+
+    Attributes:
+      kernel: its name without ``sm90_backward_``.
+      sizes: B, T, S, N, K, H, Hv.
+      masks: as the oracle takes them, lists for arrays.
+      scale: one number per batch element.
+      sinks: one logit per head.
+      gain: queries are multiplied by it.
+    """
+
+    kernel: str
+    sizes: tuple[int, int, int, int, int, int, int]
+    masks: dict = dataclasses.field(default_factory=dict)
+    scale: tuple[float, ...] | None = None
+    cap: float | None = None
+    sinks: tuple[float, ...] | None = None
+    gain: float = 1.0
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kernel.split("_")[0]]
+
+
+def packed(*lengths: int) -> list[int]:
+    """Ids of packed sequences: 0 lengths[0] times, 1 lengths[1] times, and so on."""
+    return [i for i, length in enumerate(lengths) for _ in range(length)]
+
+
+def shuffled(size: int, count: int, seed: int) -> list[int]:
+    """Random ids below ``count``, of which none is at home anywhere."""
+    return np.random.default_rng(seed).integers(0, count, size).tolist()
+
+
+def ids(queries: list[list[int]], keys: list[list[int]] | None = None, **more) -> dict:
+    return dict(zip(SEGMENT_IDS, (queries, keys or queries), strict=True)) | more
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    """query, key, value, dout and dlse, with zeros past each batch element's lengths."""
+    B, T, S, N, K, H, Hv = case.sizes
+    random = np.random.default_rng(T + S + H)
+    arrays = {
+        "query": case.gain * random.standard_normal((B, T, N, H)),
+        "key": random.standard_normal((B, S, K, H)),
+        "value": random.standard_normal((B, S, K, Hv)),
+        "dout": random.standard_normal((B, T, N, Hv)),
+    }
+    arrays = {name: blank(case, name, x.astype(case.dtype), 0) for name, x in arrays.items()}
+    dlse = random.standard_normal((B, T, N)).astype(np.float32)
+    return arrays | {"dlse": blank(case, "dlse", dlse, 0)}
+
+
+def blank(case: Case, name: str, x: np.ndarray, filling: float) -> np.ndarray:
+    """x with ``filling`` past each batch element's length.
+
+    (Rows whose segment has nothing on the other side are the caller's to clear:
+    fa4_jax/segments.py.)
+    """
+    side = "key_value" if name in ("key", "value") else "query"
+    x = x.copy()
+    for b, length in enumerate(case.masks.get(f"{side}_seq_lengths") or ()):
+        x[b, length:] = filling
+    return x
+
+
+def attention(case: Case) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
+    """float64 attention of each batch element of a case, and the same in the inputs' dtype."""
+    arrays = inputs(case)
+    exact, rounded = [], []
+    for b in range(case.sizes[0]):
+        masks = {
+            key: mask[b : b + 1] if isinstance(mask, list) else mask
+            for key, mask in case.masks.items()
+        }
+        for rounding, results in ((None, exact), (case.dtype, rounded)):
+            results.append(
+                oracle.Attention(
+                    *(arrays[name][b : b + 1] for name in ("query", "key", "value")),
+                    scale=case.scale[b] if case.scale else None,
+                    logits_soft_cap=case.cap,
+                    sinks=None if case.sinks is None else np.array(case.sinks),
+                    masks=masks,
+                    rounding=rounding,
+                )
+            )
+    return exact, rounded
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Gradients by argument name, and what the main kernel's warps executed."""
+
+    gradients: dict[str, np.ndarray]
+    trace: dict
+
+
+def run(directory: pathlib.Path, case: Case, main: pathlib.Path | None = None, **options):
+    """Launches the three kernels, with NaN in all padding.
+
+    Args:
+      directory: holds the kernels' PTX.
+      main: holds another main kernel under the same name.
+      options: of the main kernel's launch.
+    """
+    B, T, S, N, K, H, Hv = case.sizes
+    arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
+    exact, _ = attention(case)
+    Tp, Hp = -(-T // 128) * 128, -(-H // 64) * 64
+    operands: dict[str, np.ndarray | None] = {
+        **arrays,
+        "out": np.concatenate([each.out for each in exact]).astype(case.dtype, order="C"),
+        "lse": np.concatenate([each.lse for each in exact]).astype(np.float32, order="C"),
+        "scale": np.array(case.scale or [H**-0.5] * B, np.float32),
+        "segment_bounds": None,
+        **{name: np.full((B, N, Tp), np.nan, np.float32) for name in ("lse_log2", "delta")},
+        "dq_accumulator": np.full((B, N, Tp, Hp), np.nan, np.float32),
+        **{f"d{name[0]}": np.full_like(arrays[name], np.nan) for name in ("query", "key", "value")},
+    }
+    for name in (*PER_BATCH, *SEGMENT_IDS):
+        mask = case.masks.get(name)
+        operands[name] = None if mask is None else np.array(mask, np.int32)
+    if operands[SEGMENT_IDS[0]] is not None:  # rows are keys here
+        queries, keys = (operands[name] for name in SEGMENT_IDS)
+        operands["segment_bounds"] = oracle.segment_bounds(keys, queries)
+    left, right = case.masks.get("local_window_size", (None, None))
+    right = 0 if case.masks.get("is_causal") else right
+    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, Tp=Tp, Hp=Hp)
+    symbols["logits_soft_cap"] = case.cap or 0.0
+    for side, width in (("left", left), ("right", right)):
+        symbols[f"window_{side}"] = UNLIMITED if width is None else width
+    dtype, head_dim = case.kernel.split("_")[:2]
+
+    def launch(where: pathlib.Path, name: str, **more):
+        more = {"races": True, "threads": 1, **more}
+        return launch_kernel(where, f"sm90_backward_{name}", operands, symbols, **more)
+
+    launch(directory, f"preprocess_{dtype}_{head_dim}")
+    result = launch(main or directory, case.kernel, **{"trace": True, **options})
+    launch(directory, f"postprocess_{dtype}_{head_dim}")
+    gradients = {name: operands[f"d{name[0]}"] for name in ("query", "key", "value")}
+    return Outcome(gradients, json.loads(result.trace) if result.trace else {})
+
+
+def check(case: Case, found: Outcome) -> None:
+    """The accuracy rule for each gradient; exact zeros where nothing is seen."""
+    arrays = inputs(case)
+    expected = []
+    for each in attention(case):
+        parts = []
+        for b, one in enumerate(each):
+            dlse = np.where(one.lse == -np.inf, 0, arrays["dlse"][b : b + 1])
+            parts.append(one.gradients(arrays["dout"][b : b + 1], dlse))
+        expected.append({n: np.concatenate([part[n] for part in parts]) for n in found.gradients})
+    for name, x in found.gradients.items():
+        oracle.assert_accurate(f"d{name}", x, *(each[name] for each in expected))
+    hidden = np.concatenate([one.lse for one in attention(case)[0]]) == -np.inf
+    np.testing.assert_array_equal(found.gradients["query"][hidden], 0)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+H128, H64 = "bf16_h128_segments", "f16_h64_segments"
+NAMES = (H128, H64)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> pathlib.Path:
+    """This file's kernels, from the build's own cache where they have not changed."""
+    parts = [f"{part}_{d}_{h}" for part in ("preprocess", "postprocess")
+             for d in DTYPES for h in ("h64", "h128")]  # fmt: skip
+    names = {f"sm90_backward_{name}" for name in (*NAMES, *parts)}
+    variants = [variant for variant in build.find_variants() if variant.name in names]
+    assert len(variants) == len(names)
+    output = tmp_path_factory.mktemp("sm90") / "bundle"
+    build.build(variants, output, jobs=1, cache=build._default_cache())
+    return output / "sm_90a"
+
+
+CASES = {
+    # Borders inside tiles, at tile borders, and segments shorter than a tile.
+    "packed": Case(H128, (1, 513, 513, 2, 1, 128, 128), ids([packed(100, 156, 1, 200, 56)])),
+    "packed_tiles": Case(
+        H64, (1, 250, 513, 1, 1, 64, 64), ids([packed(192, 58)], [packed(128, 385)])
+    ),
+    "packed_short": Case(H64, (1, 129, 129, 1, 1, 64, 64), ids([packed(*[10] * 12, 9)])),
+    "packed_causal": Case(
+        H128, (2, 250, 250, 4, 2, 128, 128), ids([packed(90, 160), packed(250)], is_causal=True)
+    ),
+    "packed_padded": Case(  # ids of padding are nobody's on the other side
+        H64,
+        (1, 250, 250, 1, 1, 64, 40),
+        ids([[*packed(60, 70), *[-1] * 120]], [[*packed(60, 70), *[-2] * 120]]),
+    ),
+    "one_segment": Case(H128, (1, 129, 250, 1, 1, 128, 128), ids([[7] * 129], [[7] * 250])),
+    "strangers": Case(H64, (1, 64, 127, 1, 1, 64, 56), ids([[1] * 64], [[2] * 127])),
+    "strangers_sinks": Case(
+        H128, (1, 127, 64, 2, 1, 88, 96), ids([[3] + [1] * 126], [[2] * 63 + [3]]), sinks=(0.0, 9.0)
+    ),
+    "one_of_each": Case(H128, (1, 1, 1, 1, 1, 8, 8), ids([[2**31 - 1]])),
+    "lowest_ids": Case(
+        H64, (1, 63, 64, 1, 1, 64, 64), ids([[-(2**31)] * 63], [[0, -(2**31)] * 32])
+    ),
+    "unsorted": Case(
+        H128,
+        (2, 250, 513, 2, 1, 128, 72),
+        ids(
+            [shuffled(250, 3, 0), shuffled(250, 40, 1)], [shuffled(513, 3, 2), shuffled(513, 40, 3)]
+        ),
+    ),
+    "descending": Case(
+        H64, (1, 513, 250, 1, 1, 64, 64), ids([packed(300, 213)[::-1]], [packed(129, 121)[::-1]])
+    ),
+    "everything": Case(
+        H64,
+        (3, 250, 300, 4, 2, 48, 64),
+        ids(
+            [packed(100, 150), shuffled(250, 2, 4), packed(250)],
+            [packed(120, 180), shuffled(300, 2, 5), packed(10, 290)],
+            local_window_size=(70, 40),
+            query_offset=[30, -20, 60],
+            query_seq_lengths=[250, 199, 64],
+            key_value_seq_lengths=[260, 300, 129],
+        ),
+        scale=(0.2, -0.1, 0.1),
+        sinks=(1.0, -3.0, 5.0, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_right(kernels, name):
+    check(CASES[name], run(kernels, CASES[name]))
+
+
+def random_case(seed: int) -> Case:
+    """One of this file's kernels with any sizes and masks that it takes."""
+    random = np.random.default_rng(seed)
+    kernel = NAMES[seed % len(NAMES)]
+    head_dim = int(kernel.split("_")[1][1:])
+    T, S = random.choice([1, 63, 64, 127, 128, 129, 250, 513], 2).tolist()
+    B, K, group = random.integers(1, 3, 3).tolist()
+    masks: dict = {}
+    if random.random() < 0.7:
+        masks["local_window_size"] = tuple(random.integers(0, 300, 2).tolist())
+    if random.random() < 0.5:
+        masks["query_offset"] = random.integers(-T, S + 1, B).tolist()
+    for name, size in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        if random.random() < 0.3:
+            masks[name] = random.integers(0, size + 1, B).tolist()
+    if "segments" in kernel:
+        count = random.choice([1, 2, 5, 50])
+        drawn = [[random.integers(0, count, n) for _ in range(B)] for n in (T, S)]
+        if random.random() < 0.6:
+            drawn = [[np.sort(x) for x in side] for side in drawn]
+        masks |= ids(*([x.tolist() for x in side] for side in drawn))
+    return Case(
+        kernel,
+        (B, T, S, group * K, K, head_dim, head_dim - 8 * int(random.integers(3))),
+        masks,
+        scale=tuple((random.choice([-1, 1], B) * random.choice([0.1, 0.3], B)).tolist()),
+        cap=float(random.choice([1, 5, 30])) if "capped" in kernel else None,
+        sinks=tuple(random.normal(0, 3, group * K).tolist()) if random.random() < 0.5 else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_calls(kernels, seed):
+    check(random_case(seed), run(kernels, random_case(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(6, 306, 50))
+def test_many_random_calls(kernels, first):
+    for seed in range(first, first + 50):
+        try:
+            check(random_case(seed), run(kernels, random_case(seed)))
+        except (AssertionError, EmulatorError) as error:
+            raise AssertionError(f"seed {seed}: {random_case(seed)}") from error
