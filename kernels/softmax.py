@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.experimental import primitives as prims
 
 LOG2_E = math.log2(math.e)
@@ -20,8 +20,9 @@ LN_2 = math.log(2.0)
 
 
 # Exponents of base 2 are formed by one fused multiply-add with the rounded exponent of the row's
-# maximum. Up to here its rounding changes a probability by less than 2**-9.
-FUSED_LIMIT = 2.0**16
+# maximum. Sums and outputs are relative to that rounded exponent, so the rounding cancels, but up
+# to here only it cannot carry an exponential out of the range of f16.
+FUSED_LIMIT = 2.0**24
 
 # tanh(x) as x P(x**2) / Q(x**2) on [-TANH_LIMIT, TANH_LIMIT], which ends where it reaches 1 within
 # the error. Least maximal relative error for these degrees (computed by reweighted least squares).
@@ -128,18 +129,27 @@ def row_elements(fragment: cute.Tensor, row: int) -> list[int]:
     return [i for i in range(cute.size(fragment)) if (i // 2) % 2 == row]
 
 
-@cute.jit
-def centre(scores: cute.Tensor, row: cutlass.Constexpr, maximum: Float32, shift: Float32):
-    """Gives what is left to subtract from the exponents of a row: ``shift``, or 0.
+def multiply_rounded(a: Float32, b: Float32) -> Float32:
+    """a * b rounded to float32, never fused with an addition."""
+    return prims.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
 
-    Where the exponents are so large that rounding ``shift`` would matter (logits of 45,000 and
-    more), the maximum is subtracted here, from the scores.
-    """
-    if cute.arch.fmax(shift, -shift) > FUSED_LIMIT:
-        for i in row_elements(scores, row):
-            scores[i] = scores[i] - maximum
-        shift = Float32(0.0)
-    return shift
+
+def finite(maximum: Float32) -> Float32:
+    """A row's maximum, or 0 where it saw nothing: keeps -inf - (-inf) out of exponents."""
+    return Float32(cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum))
+
+
+@cute.jit
+def centre(scores: cute.Tensor, large: Boolean, maximum0: Float32, maximum1: Float32):
+    """Subtracts the maxima of the two rows from their scores if ``large``."""
+    if large:
+        base0, base1 = finite(maximum0), finite(maximum1)
+        for i in row_elements(scores, 0):
+            scores[i] = scores[i] - base0
+        for i in row_elements(scores, 1):
+            scores[i] = scores[i] - base1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,13 +177,17 @@ class OnlineSoftmax:
         softmax.total.fill(0.0)
         return softmax
 
+    def shift(self, row: int) -> Float32:
+        """The exponent of 2 that a row's sums and outputs are relative to."""
+        return multiply_rounded(finite(self.maximum[row]), self.scale_log2)
+
     def update(self, scores: cute.Tensor) -> list[Float32]:
         """Turns a tile of scores into exponentials in place.
 
         Returns:
           The factor of each row by which everything accumulated before must shrink.
         """
-        factors = []
+        factors, exponents = [], []
         for row in range(2):
             elements = row_elements(scores, row)
             # Two chains, so that the latency of one maximum hides behind the other.
@@ -183,22 +197,20 @@ class OnlineSoftmax:
             old = self.maximum[row]
             new = cute.arch.fmax(old, quad_reduce(cute.arch.fmax(*chains), cute.arch.fmax))
             self.maximum[row] = new
-            # A row with nothing visible so far: keep -inf - (-inf) out of the exponent.
-            base = Float32(cutlass.select_(new == -Float32.inf, Float32(0.0), new))
-            exponent = base * self.scale_log2
-            shift = centre(scores, row, base, exponent)
-            change = cutlass.select_(
-                shift == exponent,
-                old * self.scale_log2 - shift,
-                (old - base) * self.scale_log2,
-            )
-            factor = cute.math.exp2(Float32(change), fastmath=True)
-            sums = [self.total[row] * factor, Float32(0.0)]
-            for n, i in enumerate(elements):
+            exponents.append(self.shift(row))
+            change = multiply_rounded(old, self.scale_log2) - exponents[row]
+            factors.append(cute.math.exp2(change, fastmath=True))
+        # One branch for both rows: a branch in each keeps the compiler from interleaving them.
+        large = cute.arch.fmax(*(cute.math.absf(x) for x in exponents)) > FUSED_LIMIT
+        centre(scores, large, self.maximum[0], self.maximum[1])
+        for row in range(2):
+            # Computed again rather than kept in a register across the branch.
+            shift = Float32(cutlass.select_(large, Float32(0.0), self.shift(row)))
+            sums = [self.total[row] * factors[row], Float32(0.0)]
+            for n, i in enumerate(row_elements(scores, row)):
                 scores[i] = cute.math.exp2(scores[i] * self.scale_log2 - shift, fastmath=True)
                 sums[n % 2] = sums[n % 2] + scores[i]
             self.total[row] = sums[0] + sums[1]
-            factors.append(factor)
         return factors
 
     def finish(self, sink_log2: Float32) -> list[tuple[Float32, Float32]]:
@@ -210,8 +222,7 @@ class OnlineSoftmax:
         results = []
         for row in range(2):
             total = quad_reduce(self.total[row], lambda a, b: a + b)
-            shift = self.maximum[row] * self.scale_log2
-            factor, shift, total = include_sink(shift, total, sink_log2)
+            factor, shift, total = include_sink(self.shift(row), total, sink_log2)
             empty = total == 0.0
             inverse = factor * cute.arch.rcp_approx(total)
             lse = (shift + cute.math.log2(total, fastmath=True)) * LN_2
