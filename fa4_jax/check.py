@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from fa4_jax import implementations, info
 from fa4_jax.api import dot_product_attention
@@ -41,26 +42,43 @@ def dense(
     value: jax.Array,
     left: int | None = None,
     right: int | None = 0,
+    *,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
 ) -> jax.Array:
     """Attention as written on paper, probabilities rounded to the inputs' dtype.
 
     Args:
       query, key, value: ``[B, T, N, H]``, ``[B, S, K, H]`` and ``[B, S, K, Hv]``.
       left, right: keys visible before and after a query's position, None = all; by default causal.
+      query_segment_ids, key_value_segment_ids, logits_soft_cap, sinks: as for
+        ``dot_product_attention``.
 
     Returns:
       ``[B, T, N, Hv]``; a row that sees no key is 0.
     """
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+    logits = logits * query.shape[-1] ** -0.5
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     distance = jnp.arange(logits.shape[3]) - jnp.arange(logits.shape[2])[:, None]
     visible = jnp.ones(distance.shape, bool)
     if left is not None:
         visible &= distance >= -left
     if right is not None:
         visible &= distance <= right
+    if query_segment_ids is not None and key_value_segment_ids is not None:
+        ids = jnp.asarray(query_segment_ids), jnp.asarray(key_value_segment_ids)
+        visible &= ids[0][:, None, :, None] == ids[1][:, None, None]
     # A finite number for what is masked: rows without a key have gradients too, and they are 0.
-    weights = jax.nn.softmax(jnp.where(visible, logits * query.shape[-1] ** -0.5, -1e30))
+    logits = jnp.where(visible, logits, -1e30)
+    if sinks is not None:
+        one_more = jnp.broadcast_to(jnp.asarray(sinks)[:, None, None], (*logits.shape[:3], 1))
+        logits = jnp.concatenate([logits, one_more], axis=-1)
+    weights = jax.nn.softmax(logits)[..., : visible.shape[-1]]
     weights = jnp.where(visible, weights, 0).astype(value.dtype)
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 

@@ -95,9 +95,10 @@ def compare(found: Sequence[np.ndarray], rounded, exact) -> dict[str, tuple[floa
     values = dict(zip(RESULTS, zip(found, rounded, exact, strict=True), strict=False))
     lse, _, exact_lse = values.pop("lse")
     errors = check.compare(*zip(*values.values(), strict=True))
-    # No 16-bit number is on the way to it: a few units in the last place of its float32 terms.
+    # No 16-bit number is on the way to it: a few units in the last place of its float32 terms, and
+    # those of the tangent under a soft cap.
     seen = np.isfinite(exact_lse)
-    limit = 4e-6 + 1e-6 * float(np.max(np.abs(exact_lse), where=seen, initial=0))
+    limit = 4e-6 + 3e-6 * float(np.max(np.abs(exact_lse), where=seen, initial=0))
     with np.errstate(invalid="ignore"):
         error = np.max(np.where(lse == exact_lse, 0, np.abs(lse - exact_lse)))
     return {"out": errors.pop("out"), "lse": (float(error), limit), **errors}
@@ -189,6 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=implementations.KERNEL_DTYPES, default="bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=info.integers(2), metavar="LEFT,RIGHT")
+    parser.add_argument("--soft-cap", type=float, metavar="C", help="logits_soft_cap")
+    parser.add_argument("--sinks", action="store_true", help="a sink for each head")
+    parser.add_argument("--segments", type=int, metavar="N", help="N packed sequences")
     parser.add_argument("--backward", action="store_true", help="gradients too")
     parser.add_argument(
         "--architecture", metavar="SM", help="e.g. sm_90a (default: the bundle's first)"
@@ -209,6 +213,14 @@ def main(argv: list[str] | None = None) -> int:
     spec, operands = info.call(
         arguments.shape, arguments.dtype, arguments.causal, window=arguments.window
     )
+    sizes = operands.sizes
+    options: dict[str, Any] = {"logits_soft_cap": arguments.soft_cap}
+    if arguments.sinks:
+        options["sinks"] = np.linspace(-1, 2, sizes.N, dtype=np.float32)
+    if arguments.segments:
+        for name, size in (("query", sizes.T), ("key_value", sizes.S)):
+            ids = np.arange(size) * arguments.segments // size
+            options[f"{name}_segment_ids"] = np.tile(ids, (sizes.B, 1))
     if why := implementations.refusals("emulated", spec, operands):
         print("cannot run: " + "; ".join(why))
         return 1
@@ -218,13 +230,15 @@ def main(argv: list[str] | None = None) -> int:
             *qkv,
             is_causal=arguments.causal,
             local_window_size=arguments.window,
+            **options,
             return_residual=True,
             implementation=implementation,
         )
 
     def dense(query, key, value):
         # Its lse has no use: see `compare`.
-        return check.dense(query, key, value, spec.left, spec.right), jnp.zeros(())
+        out = check.dense(query, key, value, spec.left, spec.right, **options)
+        return out, jnp.zeros(())
 
     device = environment(ARCH=arguments.architecture, SMS=arguments.sms)
     with device, jax.default_device(jax.devices("cpu")[0]):

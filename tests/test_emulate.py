@@ -123,3 +123,12 @@ def test_broken_kernels_are_reported(broken):
     assert "ERROR" in race
     assert "no proxy fence" in race
     assert "too late" in late
+
+
+@pytest.mark.parametrize("flags", ["--segments 3 --sinks", "--soft-cap 2 --dtype float16"])
+def test_segments_sinks_and_a_soft_cap(flags):
+    run = [sys.executable, "-c", SCRIPT, f"{SMALL} --causal {flags}"]
+    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    assert " right " in printed
+    assert ("_segments" if "segments" in flags else "_window_capped") in printed
+    assert printed.endswith("status 0\n")
