@@ -13,7 +13,15 @@ from cutlass import Float32, Int32, cute
 from cutlass.experimental import primitives as prims
 
 from ..masks import Visibility
-from ..softmax import LN_2, TANH_LIMIT, TANH_P, TANH_Q, include_sink
+from ..softmax import (
+    LN_2,
+    TANH_LIMIT,
+    TANH_P,
+    TANH_Q,
+    finite,
+    include_sink,
+    multiply_rounded,
+)
 
 # The running maximum may lag behind the true one by a factor of 2**8 before anything is rescaled:
 # exponentials stay below 256, far from the limits of bf16, f16 and the float32 sums.
@@ -38,13 +46,6 @@ def maximum(*values: Float32) -> Float32:
         f"max.NaN.f32 {{$w0}}, {operands};",
         write_only_types=[Float32],
         read_only_args=list(values),
-    )
-
-
-def multiply_rounded(a: Float32, b: Float32) -> Float32:
-    """a * b rounded to float32, never fused with an addition."""
-    return prims.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 
@@ -190,7 +191,7 @@ class RowSoftmax:
     float32, so results depend neither on the lag nor on that rounding.
 
     Attributes:
-      scale_log2: positive factor from raw scores to base-2 exponents.
+      scale_log2: positive factor from scores (raw or capped) to base-2 exponents.
       reference, shift, total: float32 register tensors of one element; -inf, -inf and 0 for a row
         that has seen nothing.
     """
@@ -217,9 +218,7 @@ class RowSoftmax:
         """
         old = self.shift[0]
         nothing = maximum == -Float32.inf
-        # 0 instead of -inf keeps NaN out of the difference.
-        finite = Float32(cutlass.select_(nothing, Float32(0.0), maximum))
-        new = multiply_rounded(finite, self.scale_log2)
+        new = multiply_rounded(finite(maximum), self.scale_log2)
         change = old - new
         keep = change >= RESCALE_THRESHOLD
         moved = cute.math.exp2(change, fastmath=True)
@@ -240,8 +239,7 @@ class RowSoftmax:
           first, count: even numbers.
           emulated: which pairs (2p, 2p + 1) of the row are left to the polynomial.
         """
-        nothing = self.shift[0] == -Float32.inf
-        shift = -Float32(cutlass.select_(nothing, Float32(0.0), self.shift[0]))
+        shift = -finite(self.shift[0])
         for i in range(first, first + count, 2):
             x = fma2((scores[i], scores[i + 1]), (self.scale_log2, self.scale_log2), (shift, shift))
             exp2 = exp2_polynomial if i // 2 in emulated else exp2_hardware
