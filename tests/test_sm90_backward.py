@@ -12,7 +12,6 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 
 import ml_dtypes
 import numpy as np
@@ -177,7 +176,7 @@ def run(directory: pathlib.Path, case: Case, main: pathlib.Path | None = None, *
 
     launch(directory, f"preprocess_{dtype}_{head_dim}")
     result = launch(main or directory, case.kernel, **{"trace": True, **options})
-    launch(directory, f"postprocess_{dtype}_{head_dim}")
+    launch(directory, f"postprocess_{dtype}_h{64 if max(H, Hv) <= 64 else 128}")
     gradients = {name: operands[f"d{name[0]}"] for name in ("query", "key", "value")}
     return Outcome(gradients, json.loads(result.trace) if result.trace else {})
 
@@ -201,7 +200,8 @@ def check(case: Case, found: Outcome) -> None:
 # ---- values --------------------------------------------------------------------------------------
 
 H128, H64 = "bf16_h128_segments", "f16_h64_segments"
-NAMES = (H128, H64)
+CAPPED = ("f16_h64_window_capped", "bf16_h128_window_capped", "f16_h128_segments_capped")
+NAMES = (H128, H64, *CAPPED)
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +264,57 @@ CASES = {
         ),
         scale=(0.2, -0.1, 0.1),
         sinks=(1.0, -3.0, 5.0, 0.0),
+    ),
+    "everything_capped": Case(
+        "f16_h128_segments_capped",
+        (2, 250, 300, 4, 2, 128, 128),
+        ids(
+            [packed(100, 150), shuffled(250, 2, 4)],
+            [packed(120, 180), shuffled(300, 2, 5)],
+            is_causal=True,
+            query_offset=[70, 40],
+            key_value_seq_lengths=[260, 300],
+        ),
+        scale=(0.5, -0.3),
+        cap=20.0,
+        sinks=(1.0, -3.0, 15.0, 0.0),
+    ),
+    "packed_capped": Case(
+        "f16_h128_segments_capped",
+        (1, 513, 513, 1, 1, 64, 64),
+        ids([packed(112, 1, 111, 289)], is_causal=True),
+        cap=50.0,
+        gain=20.0,
+    ),
+    "cap_1": Case("f16_h64_window_capped", (1, 250, 250, 2, 1, 64, 64), cap=1.0, gain=3.0),
+    "cap_20": Case(
+        "bf16_h128_window_capped",
+        (1, 250, 129, 1, 1, 96, 96),
+        dict(is_causal=True),
+        cap=20.0,
+        gain=9.0,
+    ),
+    "cap_50": Case(
+        "f16_h64_window_capped",
+        (1, 63, 513, 1, 1, 64, 64),
+        dict(local_window_size=(5, 300)),
+        cap=50.0,
+        gain=30.0,
+    ),
+    "cap_1e4": Case("f16_h64_window_capped", (1, 128, 250, 1, 1, 64, 64), cap=1e4),
+    "cap_1e4_reached": Case(
+        "bf16_h128_window_capped", (1, 127, 128, 1, 1, 128, 128), cap=1e4, gain=3e3
+    ),
+    "cap_below_scores": Case(
+        "bf16_h128_window_capped", (1, 64, 250, 1, 1, 128, 128), cap=1e-3, gain=1e3
+    ),
+    "cap_scales": Case(
+        "f16_h64_window_capped",
+        (3, 129, 200, 1, 1, 64, 64),
+        dict(query_seq_lengths=[129, 0, 64], key_value_seq_lengths=[200, 130, 1]),
+        scale=(-1.0, 0.3, 0.0),
+        cap=5.0,
+        sinks=(2.0,),
     ),
 }
 

@@ -20,6 +20,10 @@ One query tile in each consumer; letters are wgmma groups, which run in the orde
     S(i), dP(i) | wait S | P = exp2(S scale - lse) | wait dP | dS = P (dP - delta), to shared
     dV(i) | both consumers meet | dQ(i), dK(i) | wait dV, dQ | dQ to shared for warp 1 | wait dK
 
+With a soft cap, t = tanh(S scale / cap), P = exp2(t cap - lse) and dS = P (1 - t^2) (dP - delta). P
+and P (1 - t^2) take S's registers, each rounded to 16 bits, before dP is there; dV(i) then comes
+before dS.
+
 With tiles of 80 queries S(i+1) is issued right after dQ(i) has left its registers, behind dK(i).
 At 64 queries x head_dim 128 the registers allow dV(i) before dS is computed.
 
@@ -61,7 +65,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental import cuda
 from cutlass.experimental import primitives as prims
 
-from .. import abi, masks, pipelines
+from .. import abi, masks, pipelines, softmax
 
 TILE_KEYS = 128
 CONSUMERS = 2  # warpgroups, 64 keys each
@@ -123,25 +127,27 @@ class Backward:
       dtype: "bf16" or "f16".
       head_dim: 64 or 128; serves H, Hv <= head_dim in multiples of 8.
       mask: "full", "causal", "window" or "segments".
+      capped: whether logits have a soft cap; "window" and "segments" only.
     """
 
-    def __init__(self, dtype: str, head_dim: int, mask: str):
+    def __init__(self, dtype: str, head_dim: int, mask: str, capped: bool):
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.head_dim = head_dim
         self.mask, self.kind = mask, MASKS[mask]
+        self.capped = capped
         self.layout = AccumulatorLayout.of(head_dim, mask)
         self.tile_m = self.layout.tile
         self.row_stride = -(-self.tile_m // 32) * 32  # TMA writes to multiples of 128 bytes
         self.threads = 128 * (1 + CONSUMERS)
         self.blocks = head_dim // BLOCK
         # dV starts before dS is computed where P fits the registers both rounded and not.
-        self.early_dv = head_dim == 128 and self.tile_m == 64
+        self.early_dv = capped or (head_dim == 128 and self.tile_m == 64)
         # The next tile's S starts while dK runs. Pays where the tile is large enough; ptxas finds
         # no spill-free code for 80 queries without it, nor unserialised code for more overlap.
         self.prefetch = self.layout.transposed
-        # Elements of the scores that are masked and turned into probabilities together. The branch
-        # between the parts keeps ptxas from holding more segment ids than it has registers.
-        self.at_once = 32 if self.kind.segments else self.tile_m // 2
+        # Scores of a thread that become probabilities together. The branch that masks each part
+        # keeps ptxas from holding ids or halves of a tanh of more elements than registers allow.
+        self.at_once = 16 if capped else 32 if self.kind.segments else self.tile_m // 2
         # Floats of one warpgroup's block of a dQ tile.
         self.dq_rows = 64 if self.layout.split_queries else self.tile_m
         self.dq_block = self.dq_rows * 64
@@ -150,14 +156,15 @@ class Backward:
         queries = (BLOCK, 1, self.tile_m, 1)
         keys = (BLOCK, 1, TILE_KEYS, 1)
         return abi.KernelSpec(
-            name=f"sm90_backward_{self.dtype_name}_h{self.head_dim}_{self.mask}",
+            name=f"sm90_backward_{self.dtype_name}_h{self.head_dim}_{self.mask}"
+            + "_capped" * self.capped,
             architecture="sm_90a",
             operation="backward",
             select={
                 "dtype": self.dtype_name,
                 "head_dim": self.head_dim,
                 "mask": self.mask,
-                "logits": "plain",
+                "logits": "capped" if self.capped else "plain",
             },
             threads=self.threads,
             grid=(f"S/{TILE_KEYS}", "K", "B"),
@@ -458,12 +465,17 @@ class Backward:
     def flat(self, fragment: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
 
-    def operand_a(self, acc: cute.Tensor) -> cute.Tensor:
-        """The accumulator rounded to 16 bits, as register operand A of a following MMA."""
-        n = cute.size(acc) // 8
-        operand = cute.make_rmem_tensor(
-            cute.make_layout(((2, 2, 2), 1, n), stride=((1, 2, 4), 0, 8)), self.dtype
+    def operand(self, n: int) -> cute.Tensor:
+        """Registers of a 64 x n matrix of 16 bits as operand A, in the order of an accumulator."""
+        return cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, n // 16), stride=((1, 2, 4), 0, 8)), self.dtype
         )
+
+    def operand_a(self, acc: cute.Tensor) -> cute.Tensor:
+        """The accumulator rounded to 16 bits, if it is not yet, as operand A of a following MMA."""
+        if acc.element_type is self.dtype:
+            return acc
+        operand = self.operand(2 * cute.size(acc))
         self.flat(operand).store(self.flat(acc).load().to(self.dtype))
         return operand
 
@@ -485,13 +497,17 @@ class Backward:
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
 
-        # Masked scores are set to what exp2 turns into 0, whatever the sign of the scale. A scale
-        # of 0 must not make NaN of that infinity; 1e-30 leaves every finite score at 0.
-        negative = scale < 0.0
-        hidden = Float32(cutlass.select_(negative, Float32(math.inf), Float32(-math.inf)))
-        scale_log2 = Float32(cutlass.select_(scale == 0.0, Float32(1e-30), scale * LOG2_E))
+        if cutlass.const_expr(self.capped):
+            cap = problem.logits_soft_cap
+            scaling = (cap * LOG2_E, Float32(-math.inf), scale * cute.arch.rcp_approx(cap))
+        else:
+            # Masked scores are set to what exp2 turns into 0, whatever the sign of the scale. A
+            # scale of 0 must not make NaN of that infinity; 1e-30 leaves finite scores at 0.
+            negative = scale < 0.0
+            hidden = Float32(cutlass.select_(negative, Float32(math.inf), Float32(-math.inf)))
+            scale_log2 = Float32(cutlass.select_(scale == 0.0, Float32(1e-30), scale * LOG2_E))
+            scaling = (scale_log2, hidden, None)
 
-        scaling = (scale_log2, hidden)
         bounds = work.seen.unmasked_tiles(work.first_key, TILE_KEYS, m)
         origin = (work.first_key + w * 64 + row, column)
         iterations = work.group * work.tiles
@@ -505,7 +521,7 @@ class Backward:
                 self.probabilities(work, Int32(0), acc_s, bounds, scaling, origin)
                 warpgroup.wait_group(0)  # dP
                 for i in cutlass.range(iterations - 1, unroll=1):
-                    self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                    self.gradients(work, i, acc_s, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
                     self.start_scores(i + 1, k_rows, acc_s)
                     warpgroup.wait_group(1)  # dK
                     self.query_ring.release(i)
@@ -514,16 +530,16 @@ class Backward:
                     self.probabilities(work, i + 1, acc_s, bounds, scaling, origin)
                     warpgroup.wait_group(0)  # dP
                 last = iterations - 1
-                self.gradients(work, last, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                self.gradients(work, last, acc_s, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
                 warpgroup.wait_group(0)
             else:
                 for i in cutlass.range(iterations, unroll=1):
                     self.start_scores(i, k_rows, acc_s)
                     self.start_dp(i, v_rows, acc_dp)
                     warpgroup.wait_group(1)  # S
-                    self.probabilities(work, i, acc_s, bounds, scaling, origin)
+                    p, weights = self.probabilities(work, i, acc_s, bounds, scaling, origin)
                     warpgroup.wait_group(0)  # dP
-                    self.gradients(work, i, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin)
+                    self.gradients(work, i, p, weights, acc_dp, acc_dk, acc_dv, bounds, origin)
                     warpgroup.wait_group(0)  # dK
                     self.query_ring.release(i)
 
@@ -577,24 +593,53 @@ class Backward:
 
     @cute.jit
     def probabilities(self, work: Work, i: Int32, acc_s, bounds, scaling, origin):
-        """S^T becomes P^T in place."""
-        scale_log2, hidden = scaling
+        """Turns S^T of iteration i into P^T.
+
+        Returns:
+          P^T and dS^T / (dP^T - delta): both are ``acc_s``, or with a soft cap two fragments of
+          16-bit numbers.
+        """
+        scale_log2, hidden, cap_factor = scaling
         tile = work.tile_begin + i % work.tiles
         query = tile * self.tile_m + origin[1]
         masked = tile < bounds[0] or tile >= bounds[1]
         lse = self.row_values(self.lse, i, origin[1])
-        p = self.flat(acc_s)
-        for first in cutlass.range_constexpr(0, cute.size(p), self.at_once):
+        p = weights = acc_s
+        if cutlass.const_expr(self.capped):
+            p, weights = self.operand(self.tile_m), self.operand(self.tile_m)
+            p_words, weight_words = (cute.recast_tensor(self.flat(x), Int32) for x in (p, weights))
+        scores = self.flat(acc_s)
+        for first in cutlass.range_constexpr(0, cute.size(scores), self.at_once):
+            part = cute.make_tensor(scores.iterator + first, cute.make_layout(self.at_once))
+            if cutlass.const_expr(self.capped):
+                softmax.cap_scores(part, cap_factor)
             if cutlass.const_expr(self.kind.left or self.kind.right):
                 if masked:
-                    part = cute.make_tensor(p.iterator + first, cute.make_layout(self.at_once))
                     work.seen.mask_fragment(part, origin[0], query + 2 * first, hidden)
-            for x in cutlass.range_constexpr(first, first + self.at_once):
-                p[x] = cute.math.exp2(p[x] * scale_log2 - lse[x % 2, x // 4], fastmath=True)
+            if cutlass.const_expr(self.capped):
+                for word in cutlass.range_constexpr(first // 2, (first + self.at_once) // 2):
+                    pair, weight_pair = [], []
+                    for x in (2 * word, 2 * word + 1):
+                        t = scores[x]
+                        exponent = t * scale_log2 - lse[x % 2, x // 4]
+                        pair.append(cute.math.exp2(exponent, fastmath=True))
+                        # Where t is -inf, hidden, P is 0: keep 0 * inf out.
+                        weight_pair.append(pair[-1] * cute.arch.fmax(1.0 - t * t, 0.0))
+                    p_words[word] = softmax.pack(*pair, self.dtype)
+                    weight_words[word] = softmax.pack(*weight_pair, self.dtype)
+            else:
+                for x in cutlass.range_constexpr(first, first + self.at_once):
+                    exponent = scores[x] * scale_log2 - lse[x % 2, x // 4]
+                    scores[x] = cute.math.exp2(exponent, fastmath=True)
+        return p, weights
 
     @cute.jit
-    def gradients(self, work: Work, i: Int32, acc_s, acc_dp, acc_dk, acc_dv, bounds, origin):
-        """dV, dS and dQ of iteration i from P^T and dP^T; dK is left in flight."""
+    def gradients(self, work: Work, i: Int32, p, weights, acc_dp, acc_dk, acc_dv, bounds, origin):
+        """dV, dS and dQ of iteration i from P^T, ``weights`` and dP^T; dK is left in flight.
+
+        Args:
+          p, weights: what :meth:`probabilities` returns; dS^T is weights (dP^T - delta).
+        """
         m, h = self.tile_m, self.head_dim
         stage = i % STAGES
         q_columns = self.tile(self.query + stage * (m * h), m, h, transposed=True)
@@ -605,18 +650,19 @@ class Backward:
         w = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
 
         if cutlass.const_expr(self.early_dv):
-            self.mma(acc_dv, self.operand_a(acc_s), do_columns, b_major=MN)
+            self.mma(acc_dv, self.operand_a(p), do_columns, b_major=MN)
         delta = self.row_values(self.delta, i, origin[1])
-        p, ds = self.flat(acc_s), self.flat(acc_dp)
-        for x in cutlass.range_constexpr(cute.size(p)):
-            ds[x] = p[x] * (ds[x] - delta[x % 2, x // 4])
+        weights, ds = self.flat(weights), self.flat(acc_dp)
+        for x in cutlass.range_constexpr(cute.size(ds)):
+            ds[x] = weights[x].to(Float32) * (ds[x] - delta[x % 2, x // 4])
         tile = work.tile_begin + i % work.tiles
         if cutlass.const_expr(self.kind.left or self.kind.right):
             if tile < bounds[0] or tile >= bounds[1]:  # a hidden pair's dP may be infinite
-                if cutlass.const_expr(self.kind.segments):
-                    # P is exactly 0 there: cheaper than reading the ids once more.
-                    for x in cutlass.range_constexpr(cute.size(p)):
-                        ds[x] = Float32(cutlass.select_(p[x] == 0.0, Float32(0.0), ds[x]))
+                if cutlass.const_expr(self.kind.segments or self.capped):
+                    # Its weight is exactly 0: cheaper than reading ids once more.
+                    for x in cutlass.range_constexpr(cute.size(ds)):
+                        nothing = weights[x].to(Float32) == 0.0
+                        ds[x] = Float32(cutlass.select_(nothing, Float32(0.0), ds[x]))
                 else:
                     work.seen.mask_fragment(ds, origin[0], tile * m + origin[1], Float32(0.0))
         ds16 = self.operand_a(acc_dp)
@@ -630,7 +676,7 @@ class Backward:
                         words[x] = Int32(0)
         self.store_transposed(ds16, ds_pointer + w * (m * BLOCK), thread)
         if cutlass.const_expr(not self.early_dv):
-            self.mma(acc_dv, self.operand_a(acc_s), do_columns, b_major=MN)
+            self.mma(acc_dv, self.operand_a(p), do_columns, b_major=MN)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=NAMED_DS, number_of_threads=CONSUMERS * 128)
 
@@ -695,8 +741,12 @@ class Backward:
 
 def variants() -> list[Backward]:
     return [
-        Backward(dtype, head_dim, mask)
+        Backward(dtype, head_dim, mask, capped)
         for dtype in DTYPES
         for head_dim in (64, 128)
-        for mask in MASKS
+        for mask, capped in (
+            *((mask, False) for mask in MASKS),
+            *((mask, True) for mask in ("window", "segments")),
+        )
+        if not (head_dim == 64 and mask == "segments" and capped)
     ]
