@@ -7,6 +7,7 @@ by. Arguments are those of `fa4_jax.dot_product_attention`, 4-D only.
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 
@@ -164,6 +165,17 @@ class Attention:
     @staticmethod
     def _pad(shape):
         return (1,) * (4 - len(shape)) + tuple(shape)
+
+
+def slack_of_scale(operands, d_query):
+    """What rounding dq to the query's dtype may do to the gradient of scale, which sums q . dq.
+
+    One number has no largest error of many: that of `rounded` may be small by chance.
+    """
+    query = operands["query"].astype(np.float64)
+    rows = (query**2).sum(-1) * (np.asarray(d_query, np.float64) ** 2).sum(-1)
+    unit = ml_dtypes.finfo(operands["query"].dtype).eps / 2
+    return float(unit * np.sqrt(rows.sum()) / abs(operands["scale"]))
 
 
 def assert_accurate(name, actual, exact, rounded, slack=1e-5):

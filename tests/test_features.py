@@ -43,14 +43,14 @@ def implementation(request):
 
 @pytest.fixture(scope="module")
 def emulator(built_library):
-    """Skips on a GPU, and where the bundle was built before the kernels took segments."""
+    """Skips on a GPU, and where the bundle was built before the kernels had all of this."""
     if jax.default_backend() != "cpu":
         pytest.skip("the emulator runs on the CPU")
     if not any(
-        kernel.operation == "backward" and kernel.select.get("mask") == "segments"
+        kernel.operation == "backward" and kernel.select.get("logits") == "capped"
         for kernel in bundle.kernels()
     ):
-        pytest.skip("the bundle has no kernels with segments")
+        pytest.skip("the bundle has no backward kernels with a cap")
 
 
 def packed(batch, size, *lengths):
@@ -90,6 +90,14 @@ CASES = {
             is_causal=True,
             query_segment_ids=packed(1, 200, 30, 70, 64, 20),
             key_value_segment_ids=packed(1, 200, 30, 70, 64, 20),
+        ),
+    ),
+    "scattered": Case(
+        "f16",
+        (1, 130, 200, 2, 1, 64, 64),
+        dict(
+            query_segment_ids=scattered(1, 130, [0, 1, 2, 5], 0),
+            key_value_segment_ids=scattered(1, 200, [1, 2, 3, 4], 1),
         ),
     ),
     "cap": Case("bf16", (1, 150, 130, 2, 2, 64, 64), dict(is_causal=True), cap=2.0, gain=4),
@@ -192,8 +200,10 @@ def check(name, found):
     exact, rounded = expected(name)
     oracle.assert_accurate("out", found[0], exact[0], rounded[0])
     np.testing.assert_allclose(found[1], exact[1], rtol=1e-6, atol=1e-4)
+    slack = {"scale": oracle.slack_of_scale(inputs(CASES[name])[0], exact[2]["query"])}
     for operand, gradient in found[2].items():
-        oracle.assert_accurate(f"d{operand}", gradient, exact[2][operand], rounded[2][operand])
+        references = exact[2][operand], rounded[2][operand]
+        oracle.assert_accurate(f"d{operand}", gradient, *references, slack.get(operand, 1e-5))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,25 +213,25 @@ def test_values_and_gradients(implementation, name):
 
 
 def test_wrong_segments_are_noticed(emulator, monkeypatch):
-    """The kernels use every number of the bounds, and need the zeros where nobody looks."""
+    """The kernels use all of the bounds, whole tiles at a time, and need zeros where none looks."""
     right = segments.bounds
 
     def changed(edit):
         return lambda *ids: right(*ids) + jnp.array(edit, jnp.int32)
 
     def all_clear(*ids):
-        bounds = right(*ids)
-        return jnp.concatenate([bounds[..., :2], bounds[..., :2]], axis=-1)
+        every_column = jnp.array([0, ids[1].shape[1]], jnp.int32)
+        return right(*ids).at[..., 2:].set(every_column)
 
     def all_seen(spec, operands):
         ids = operands.query_segment_ids, operands.key_value_segment_ids
         return tuple(jnp.ones(x.shape, bool) for x in ids)
 
     for name, attribute, mutant in (
-        ("packed", "bounds", changed([1, 0, 0, 0])),
-        ("packed", "bounds", changed([0, -1, 0, 0])),
-        ("packed", "bounds", all_clear),
-        ("all", "seen", all_seen),
+        ("packed", "bounds", changed([128, 0, 0, 0])),
+        ("packed", "bounds", changed([0, -128, 0, 0])),
+        ("scattered", "bounds", all_clear),
+        ("scattered", "seen", all_seen),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(segments, attribute, mutant)
