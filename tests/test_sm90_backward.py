@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import re
 
 import ml_dtypes
 import numpy as np
@@ -134,12 +135,19 @@ class Outcome:
     trace: dict
 
 
-def run(directory: pathlib.Path, case: Case, main: pathlib.Path | None = None, **options):
+def run(
+    directory: pathlib.Path,
+    case: Case,
+    main: pathlib.Path | None = None,
+    bounds: np.ndarray | None = None,
+    **options,
+) -> Outcome:
     """Launches the three kernels, with NaN in all padding.
 
     Args:
       directory: holds the kernels' PTX.
       main: holds another main kernel under the same name.
+      bounds: in place of `oracle.segment_bounds`'s.
       options: of the main kernel's launch.
     """
     B, T, S, N, K, H, Hv = case.sizes
@@ -161,7 +169,8 @@ def run(directory: pathlib.Path, case: Case, main: pathlib.Path | None = None, *
         operands[name] = None if mask is None else np.array(mask, np.int32)
     if operands[SEGMENT_IDS[0]] is not None:  # rows are keys here
         queries, keys = (operands[name] for name in SEGMENT_IDS)
-        operands["segment_bounds"] = oracle.segment_bounds(keys, queries)
+        tight = oracle.segment_bounds(keys, queries)
+        operands["segment_bounds"] = tight if bounds is None else bounds
     left, right = case.masks.get("local_window_size", (None, None))
     right = 0 if case.masks.get("is_causal") else right
     symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, Tp=Tp, Hp=Hp)
@@ -368,3 +377,118 @@ def test_many_random_calls(kernels, first):
             check(random_case(seed), run(kernels, random_case(seed)))
         except (AssertionError, EmulatorError) as error:
             raise AssertionError(f"seed {seed}: {random_case(seed)}") from error
+
+
+SCHEDULED = ("packed_causal", "everything", "everything_capped", "cap_20")
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_every_schedule_gives_the_same(kernels, name):
+    once = run(kernels, CASES[name])
+    for seed in (1, 2):
+        again = run(kernels, CASES[name], seed=seed)
+        for argument, x in once.gradients.items():
+            assert again.gradients[argument].tobytes() == x.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_fifty_schedules_give_the_same(kernels, name):
+    once = run(kernels, CASES[name])
+    for seed in range(3, 53):
+        again = run(kernels, CASES[name], seed=seed)
+        for argument, x in once.gradients.items():
+            assert again.gradients[argument].tobytes() == x.tobytes()
+
+
+# ---- work that segments save ---------------------------------------------------------------------
+
+CONSUMER_WARP = 4  # the first one
+
+
+def executed(found: Outcome, instruction: str) -> int:
+    """How often a consumer warp executed instructions whose names start like this."""
+    counts = found.trace["warps"][CONSUMER_WARP]
+    return sum(n for name, n in counts.items() if name.startswith(instruction))
+
+
+def products(found: Outcome) -> int:
+    """Query tiles of head_dim 128 that the warp's products met.
+
+    Of 32 wgmmas each: 8 for S, dP and dQ, 4 for dV and dK.
+    """
+    return executed(found, "wgmma.mma_async") // 32
+
+
+def test_tiles_of_other_segments_are_skipped(kernels):
+    """Four segments of one key tile each, which meets its own two query tiles, not all eight."""
+    sizes = (1, 512, 512, 1, 1, 128, 128)
+    packed_case = Case(H128, sizes, ids([packed(*[128] * 4)]))
+    found = run(kernels, packed_case)
+    check(packed_case, found)
+    assert products(found) == 4 * 2
+    assert products(run(kernels, Case(H128, sizes, ids([[0] * 512])))) == 4 * 8
+
+
+def test_clear_tiles_compare_no_ids(kernels):
+    """Only tiles that share their segment in part read ids: those of 32 queries and two keys."""
+    sizes = (1, 512, 128, 1, 1, 128, 128)
+    compared = {}
+    for name, queries in (("clear", [0] * 512), ("unclear", [0] * 100 + [1] + [0] * 411)):
+        found = run(kernels, Case(H128, sizes, ids([queries], [[0] * 128])))
+        compared[name] = executed(found, "ld.global.nc") // 18
+    assert compared == {"clear": 0, "unclear": 2}
+
+
+def test_bounds_are_obeyed(kernels):
+    """Bounds that say less cost work and change nothing; wrong ones give wrong results."""
+    case = CASES["packed"]
+    once = run(kernels, case)
+    queries, keys = (case.masks[name] for name in SEGMENT_IDS)
+    tight = oracle.segment_bounds(keys, queries)
+    T = case.sizes[1]
+    loose = np.broadcast_to(np.array([0, T, 0, 0], np.int32), tight.shape).copy()
+    more = run(kernels, case, bounds=loose)
+    for argument, x in once.gradients.items():
+        np.testing.assert_array_equal(more.gradients[argument], x)
+    assert products(more) > products(once)
+    for column, number in ((0, 128), (3, T)):
+        wrong = tight.copy()
+        wrong[..., 2] = 0
+        wrong[..., column] = number
+        with pytest.raises(AssertionError):
+            check(case, run(kernels, case, bounds=wrong))
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "no ids read": ("packed", r"@inside ld\.global\.nc\.s32 [^;]*;", ""),
+    "most query ids not read": ("unsorted", r"(\S+ inside, \S+ )(\d{2,});", r"\1 1000;"),
+    "without 1 - t^2": (
+        "cap_1",
+        r"max\.f32\s+(%r\d+), %r\d+, 0f00000000;",
+        r"mov.b32 \1, 0f3F800000;",
+    ),
+    "1 - t instead of 1 - t^2": (
+        "cap_50",
+        r"mul\.f32\s+(%r\d+), (%r\d+), \2;(\s+(?:mov\.b32[^;]*;\s+)?sub\.f32[^;]*;\s+max\.f32)",
+        r"mov.b32 \1, \2;\3",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_fail(kernels, tmp_path, mutant):
+    """What the kernel does not need would also pass this file's tests: here it must not."""
+    name, pattern, replacement = MUTANTS[mutant]
+    case = CASES[name]
+    kernel = f"sm90_backward_{case.kernel}"
+    ptx, count = re.subn(pattern, replacement, (kernels / f"{kernel}.ptx").read_text())
+    assert count > 0, f"nothing like {pattern!r} in the kernel"
+    (tmp_path / "manifest.txt").write_text((kernels.parent / "manifest.txt").read_text())
+    directory = tmp_path / "sm_90a"
+    directory.mkdir()
+    (directory / f"{kernel}.ptx").write_text(ptx)
+    with pytest.raises((AssertionError, EmulatorError)):
+        check(case, run(kernels, case, main=directory, instruction_limit=20_000_000))
