@@ -319,11 +319,10 @@ CASES = {
     # Key tiles between those of the two query tiles, which neither needs; queries without keys.
     "gap": Case(
         SEGMENTS,
-        (2, 256, 640, 1, 1, 128, 128),
+        (3, 256, 640, 1, 1, 128, 128),
         both(
-            packed(128, 128),
-            packed(0, 0, 0, 0, 0, 128, 128),
-            keys=[packed(128, 0, 256, 256)[::-1], packed(100, 200, 40, 0, 300)],
+            *([0] * 128 + [1] * 128, [1] * 128 + [0] * 128, [9] * 128 + [4] * 128),
+            keys=[[0] * 128 + [2] * 384 + [1] * 128] * 2 + [packed(100, 200, 40, 0, 300)],
         ),
         sinks=(2.0,),
     ),
