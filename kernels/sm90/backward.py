@@ -46,7 +46,8 @@ Shared memory in KiB (16-bit tiles in 64-column blocks with the 128-byte swizzle
     dK and dV leave through K's and V's place.
 
 Registers of a consumer thread: dK and dV head_dim each / 2, S and dP queries / 2 each, dQ 32 or 40
-(while S and dP are dead), P and dS rounded queries / 4 each: up to 228 of 240.
+(while S and dP are dead), P and dS rounded queries / 4 each: up to 228 of 240. A soft cap's two
+16-bit fragments take the place of S.
 
 dQ accumulator (float32, ``[B, N, Tp, Hp]`` as far as size goes): per head, query tiles one after
 the other; a tile is a block for each 64 columns (at head_dim 64: for each 64 queries) that holds
@@ -140,7 +141,8 @@ class Backward:
         self.row_stride = -(-self.tile_m // 32) * 32  # TMA writes to multiples of 128 bytes
         self.threads = 128 * (1 + CONSUMERS)
         self.blocks = head_dim // BLOCK
-        # dV starts before dS is computed where P fits the registers both rounded and not.
+        # dV starts before dS is computed where P fits the registers both rounded and not, and with
+        # a soft cap, where it is there rounded only.
         self.early_dv = capped or (head_dim == 128 and self.tile_m == 64)
         # The next tile's S starts while dK runs. Pays where the tile is large enough; ptxas finds
         # no spill-free code for 80 queries without it, nor unserialised code for more overlap.
@@ -748,5 +750,7 @@ def variants() -> list[Backward]:
             *((mask, False) for mask in MASKS),
             *((mask, True) for mask in ("window", "segments")),
         )
+        # Segments and a soft cap together spill registers at 128 queries a tile. Head dimensions up
+        # to 64 take the kernel for 128: at Hp = 64 its dQ accumulator has the same layout.
         if not (head_dim == 64 and mask == "segments" and capped)
     ]
