@@ -47,6 +47,7 @@ class Case:
       scale: one number per batch element.
       sinks: one logit per head.
       gain: queries are multiplied by it.
+      stranger: unless 0, all values of segment 1, whose queries have no dout.
     """
 
     kernel: str
@@ -56,6 +57,7 @@ class Case:
     cap: float | None = None
     sinks: tuple[float, ...] | None = None
     gain: float = 1.0
+    stranger: float = 0.0
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,6 +88,10 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
         "value": random.standard_normal((B, S, K, Hv)),
         "dout": random.standard_normal((B, T, N, Hv)),
     }
+    if case.stranger:
+        queries, keys = (np.array(case.masks[name]) == 1 for name in SEGMENT_IDS)
+        arrays["value"][keys] = case.stranger
+        arrays["dout"][queries] = 0
     arrays = {name: blank(case, name, x.astype(case.dtype), 0) for name, x in arrays.items()}
     dlse = random.standard_normal((B, T, N)).astype(np.float32)
     return arrays | {"dlse": blank(case, "dlse", dlse, 0)}
@@ -333,6 +339,20 @@ def test_gradients_are_right(kernels, name):
     check(CASES[name], run(kernels, CASES[name]))
 
 
+def mutant_of(
+    kernels: pathlib.Path, tmp_path: pathlib.Path, kernel: str, pattern: str, replacement: str
+) -> pathlib.Path:
+    """A directory with a main kernel whose PTX is changed everywhere that the pattern matches."""
+    name = f"sm90_backward_{kernel}.ptx"
+    ptx, count = re.subn(pattern, replacement, (kernels / name).read_text())
+    assert count > 0, f"nothing like {pattern!r} in the kernel"
+    (tmp_path / "manifest.txt").write_text((kernels.parent / "manifest.txt").read_text())
+    directory = tmp_path / "sm_90a"
+    directory.mkdir()
+    (directory / name).write_text(ptx)
+    return directory
+
+
 def random_case(seed: int) -> Case:
     """One of this file's kernels with any sizes and masks that it takes."""
     random = np.random.default_rng(seed)
@@ -377,6 +397,27 @@ def test_many_random_calls(kernels, first):
             check(random_case(seed), run(kernels, random_case(seed)))
         except (AssertionError, EmulatorError) as error:
             raise AssertionError(f"seed {seed}: {random_case(seed)}") from error
+
+
+def test_hidden_pairs_may_overflow(kernels, tmp_path):
+    """dP of queries and keys of different segments may be infinite, unless a mutant keeps it."""
+    small, large = (
+        Case(
+            H128, (1, 250, 129, 1, 1, 128, 128), ids([packed(100, 150)], [packed(70, 59)]),
+            stranger=stranger,
+        )
+        for stranger in (1.0, 1e38)
+    )  # fmt: skip
+    once = run(kernels, small)
+    check(small, once)
+
+    def differs(**where) -> bool:
+        found = run(kernels, large, **where).gradients
+        return any(found[name].tobytes() != x.tobytes() for name, x in once.gradients.items())
+
+    assert not differs()
+    select = r"(setp\.)eq(\.f32\s+%p\d+, %r\d+, )0f00000000"
+    assert differs(main=mutant_of(kernels, tmp_path, H128, select, r"\1lt\g<2>0fFF800000"))
 
 
 SCHEDULED = ("packed_causal", "everything", "everything_capped", "cap_20")
@@ -483,12 +524,6 @@ def test_mutants_fail(kernels, tmp_path, mutant):
     """What the kernel does not need would also pass this file's tests: here it must not."""
     name, pattern, replacement = MUTANTS[mutant]
     case = CASES[name]
-    kernel = f"sm90_backward_{case.kernel}"
-    ptx, count = re.subn(pattern, replacement, (kernels / f"{kernel}.ptx").read_text())
-    assert count > 0, f"nothing like {pattern!r} in the kernel"
-    (tmp_path / "manifest.txt").write_text((kernels.parent / "manifest.txt").read_text())
-    directory = tmp_path / "sm_90a"
-    directory.mkdir()
-    (directory / f"{kernel}.ptx").write_text(ptx)
+    directory = mutant_of(kernels, tmp_path, case.kernel, pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
         check(case, run(kernels, case, main=directory, instruction_limit=20_000_000))
