@@ -373,8 +373,7 @@ class Backward:
             pipelines.wait(self.scrub, scrubs & 1)
             head = cutlass.max(cutlass.min(begin, Int32(rows)), Int32(0))
             tail = cutlass.max(cutlass.min(end, Int32(rows)), Int32(0))
-            pipelines.zero_rows(destination, Int32(0), head, *boxes)
-            pipelines.zero_rows(destination, tail, Int32(rows), *boxes)
+            pipelines.keep_rows(destination, head, tail, *boxes)
             if prims.elect_sync():
                 prims.mbarrier_arrive(full)
             scrubs = scrubs + 1
