@@ -10,7 +10,7 @@ import dataclasses
 
 import cutlass
 import cutlass.experimental.cuda as cuda
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from ..pipelines import wait
@@ -99,9 +99,11 @@ class Cursor:
 
     def advance(self) -> Use:
         """Steps on; returns the use that is next now."""
-        stage = self.state[0] + 1
-        wraps = stage == self.num_stages
-        self.state[0] = Int32(cutlass.select_(wraps, Int32(0), stage))
+        wraps = Boolean(True)
+        if self.num_stages > 1:
+            stage = self.state[0] + 1
+            wraps = stage == self.num_stages
+            self.state[0] = Int32(cutlass.select_(wraps, Int32(0), stage))
         self.state[1] = self.state[1] ^ Int32(wraps)
         return self.use()
 
