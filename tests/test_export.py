@@ -20,8 +20,16 @@ PLATFORM = "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
 def attend(query, key, value):
+    ids = jnp.broadcast_to(jnp.arange(query.shape[1]) // 50, query.shape[:2])
     return fa4_jax.dot_product_attention(
-        query, key, value, is_causal=True, local_window_size=(64, 0)
+        query,
+        key,
+        value,
+        is_causal=True,
+        local_window_size=(64, 0),
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        sinks=jnp.arange(4.0),
     )
 
 
