@@ -124,31 +124,3 @@ def keep_rows(
             memory[i] = Int32(0)
     prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
     cute.arch.sync_warp()
-
-
-@cute.jit
-def zero_rows(
-    tile: cutlass.Pointer,
-    begin: Int32,
-    end: Int32,
-    num_boxes: cutlass.Constexpr[int],
-    box_columns: cutlass.Constexpr[int],
-    box_rows: cutlass.Constexpr[int],
-) -> None:
-    """One warp zeroes rows [begin, end) of a tile in shared memory and publishes it to the MMA.
-
-    The layout is that of :func:`load_boxes`. A swizzle permutes 16-byte pieces within a row of
-    at most 128 bytes, so whole rows need no address arithmetic of their own.
-    """
-    words = box_columns // 2  # 32-bit words of a row of one block
-    lane = cute.arch.lane_idx()
-    base = cute.recast_ptr(
-        cute.make_ptr(tile.dtype, tile.toint(), cute.AddressSpace.smem), dtype=Int32
-    )
-    memory = cute.make_tensor(base, cute.make_layout(num_boxes * box_rows * words))
-    for box in cutlass.range_constexpr(num_boxes):
-        first = box * box_rows * words
-        for i in cutlass.range(first + begin * words + lane, first + end * words, 32, unroll=1):
-            memory[i] = Int32(0)
-    prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
-    cute.arch.sync_warp()

@@ -291,11 +291,11 @@ def test_the_matrix_has_a_forward_and_a_backward_for_every_call():
     architectures = list(dict.fromkeys(variant.architecture for variant in found))
     assert architectures == ["sm_90a", "sm_100a", "sm_103a"]
     names = {variant.name for variant in found}
+    plain, capped = ("full", "causal", "window", "segments"), ("window_capped", "segments_capped")
     for dtype in ("bf16", "f16"):
-        for mask in ("full", "causal", "window"):
-            assert f"sm90_forward_{dtype}_h128_{mask}" in names
-            assert f"sm90_backward_{dtype}_h128_{mask}" in names
+        for served in plain + capped:
+            assert f"sm90_forward_{dtype}_h128_{served}" in names
+            assert f"sm90_backward_{dtype}_h128_{served}" in names
             for blackwell in ("sm100", "sm103"):
-                assert any(
-                    name.startswith(f"{blackwell}_forward_{dtype}_h128_{mask}") for name in names
-                )
+                forward = f"{blackwell}_forward_{dtype}_h128_{served}"
+                assert names & {forward, f"{forward}_pair"}
