@@ -1,4 +1,4 @@
-"""Orders in which persistent CTAs take their tiles."""
+"""Orders in which CTAs take their tiles."""
 
 from __future__ import annotations
 
@@ -56,3 +56,20 @@ class TileOrder:
         first = self.choose(step % 2 == 0, Boolean(True))
         # The middle one of an odd number is its own partner.
         return Int32(cutlass.select_(first, longer, j)), head, first | (j != longer)
+
+
+def longest_first(
+    cta: Int32, tiles: Int32, num_heads: Int32, num_sms: Int32
+) -> tuple[Int32, Int32]:
+    """Head and tile of a CTA, of a grid of one CTA for each of ``tiles x num_heads``.
+
+    For tiles that get shorter with their number, as key tiles under a causal mask do. Heads are
+    taken in sections just large enough to fill the GPU, and a section's tiles by number, so that
+    the last CTAs to start are short ones, while those that run together share their heads' data
+    in the L2 cache.
+    """
+    section = (num_sms + (tiles - 1)) // tiles
+    first_head = cta // (section * tiles) * section
+    section = cutlass.min(section, num_heads - first_head)
+    item = cta - first_head * tiles
+    return first_head + item % section, item // section

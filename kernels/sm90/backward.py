@@ -67,6 +67,7 @@ from cutlass.experimental import cuda
 from cutlass.experimental import primitives as prims
 
 from .. import abi, masks, pipelines, softmax
+from ..schedulers import longest_first
 
 TILE_KEYS = 128
 CONSUMERS = 2  # warpgroups, 64 keys each
@@ -182,6 +183,7 @@ class Backward:
                 abi.Pointer("dq_accumulator"),
                 abi.S32("Tp"),
                 abi.S32("Hp"),
+                abi.S32("num_sms"),
                 *abi.PROBLEM,
             ),
         )
@@ -200,6 +202,7 @@ class Backward:
         dq_accumulator: cute.Pointer,
         padded_queries: Int32,
         padded_head_dim: Int32,
+        num_sms: Int32,
         scale: cute.Pointer,
         query_seq_lengths: cute.Pointer,
         key_value_seq_lengths: cute.Pointer,
@@ -246,9 +249,11 @@ class Backward:
 
         block, _, _ = cute.arch.block_idx()
         key_tiles = cute.ceil_div(problem.num_keys, TILE_KEYS)
-        kv_head = block // key_tiles % problem.num_kv_heads
-        batch = block // key_tiles // problem.num_kv_heads
-        first_key = block % key_tiles * TILE_KEYS
+        head, key_tile = block // key_tiles, block % key_tiles
+        if self.kind.right:
+            head, key_tile = longest_first(block, key_tiles, batch_size * num_kv_heads, num_sms)
+        batch, kv_head = head // problem.num_kv_heads, head % problem.num_kv_heads
+        first_key = key_tile * TILE_KEYS
         group = problem.num_heads // problem.num_kv_heads
         visibility = masks.Visibility.of_batch(self.kind, batch, problem)
         seen = visibility.transposed()

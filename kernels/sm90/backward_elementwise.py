@@ -39,6 +39,11 @@ from .backward import AccumulatorLayout
 ROWS = 64
 THREADS = 256
 LOG2_E = math.log2(math.e)
+
+# Of a larger lse (logits from 3 million) float32 leaves so little that P = exp2(S - lse) could
+# exceed 1 by any factor. It is rounded up by more than its error there: P stays below 1, finite.
+LARGE = 2.0**22
+LARGE_ROUNDING = 2.0**-22
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 
 
@@ -153,9 +158,10 @@ class Preprocess:
             if lane == 0:
                 at = padded_row + step * rows_at_once + thread // self.lanes
                 hidden = lses[step] == Float32(-math.inf)
-                scalar(lse_log2, at)[0] = Float32(
-                    cutlass.select_(hidden, Float32(math.inf), lses[step] * LOG2_E)
-                )
+                log2 = lses[step] * LOG2_E
+                size = cute.math.absf(log2)
+                log2 = cutlass.select_(size > LARGE, log2 + size * LARGE_ROUNDING, log2)
+                scalar(lse_log2, at)[0] = Float32(cutlass.select_(hidden, Float32(math.inf), log2))
                 scalar(delta, at)[0] = Float32(
                     cutlass.select_(hidden, Float32(0.0), total - dlses[step])
                 )
