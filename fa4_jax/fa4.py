@@ -165,6 +165,9 @@ def attend(
         sinks=None if operands.sinks is None else spread(operands.sinks, 0, 2),
     )
     call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
+    # A NumPy array under a vmap is a constant that custom_jvp refuses. A copy of it is not, and is
+    # nothing in a compiled program.
+    inputs = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.core.Tracer) else x, inputs)
     return _attention(call, _equally_varying(inputs))
 
 

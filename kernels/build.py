@@ -251,7 +251,7 @@ def _write_bundle(results: dict[Variant, pathlib.Path], output: pathlib.Path) ->
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _default_cache() -> pathlib.Path:
+def default_cache() -> pathlib.Path:
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "fa4_jax" / "kernels"
 
@@ -269,7 +269,7 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="GLOB", default="*", help="only kernels named like this")
     parser.add_argument(
-        "--cache", type=pathlib.Path, default=_default_cache(), help="default: %(default)s"
+        "--cache", type=pathlib.Path, default=default_cache(), help="default: %(default)s"
     )
     options = parser.parse_args()
     try:

@@ -178,6 +178,15 @@ def slack_of_scale(operands, d_query):
     return float(unit * np.sqrt(rows.sum()) / abs(operands["scale"]))
 
 
+def slack_of_sinks(operands, out, lse, dout):
+    """What rounding out to its dtype may do to the gradients of sinks, which sum p out . dout."""
+    seen = np.isfinite(lse)
+    weights = np.exp(np.where(seen, operands["sinks"] - np.where(seen, lse, 0), -np.inf))
+    rows = (np.asarray(out, np.float64) ** 2).sum(-1) * (dout.astype(np.float64) ** 2).sum(-1)
+    unit = ml_dtypes.finfo(operands["query"].dtype).eps / 2
+    return float(unit * np.sqrt((weights**2 * rows).sum()))
+
+
 def assert_accurate(name, actual, exact, rounded, slack=1e-5):
     """The accuracy rule of the exact paths: `max|x - ref| <= 2 max|ref16 - ref| + 1e-5`."""
     actual = np.asarray(actual).astype(np.float64)

@@ -7,6 +7,7 @@ Small cases are compared with the float64 oracle, large ones with XLA attention 
 import dataclasses
 import functools
 import itertools
+import types
 import zlib
 
 import jax
@@ -225,13 +226,12 @@ def references(operands, cotangents, masks, cap=None):
     yield jax.device_get(differentiated(attention, operands, cotangents))
 
 
-def check(found, exact, rounded, slack_of_scale=0.0):
+def check(found, exact, rounded, slacks=types.MappingProxyType({})):
     oracle.assert_accurate("out", found[0], np.asarray(exact[0], np.float64), rounded[0])
     oracle.assert_accurate("lse", found[1], exact[1], exact[1], slack=2e-4)
     for name, gradient in found[2].items():
         reference, coarse = (np.asarray(x[2][name], np.float64) for x in (exact, rounded))
-        slack = slack_of_scale if name == "scale" else 1e-5
-        oracle.assert_accurate(f"d{name}", gradient, reference, coarse, slack)
+        oracle.assert_accurate(f"d{name}", gradient, reference, coarse, slacks.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("case", [*cases(), *feature_cases()], ids=str)
@@ -246,8 +246,12 @@ def test_accuracy(case):
         operands["sinks"] = np.linspace(-2, 4, case.heads[0], dtype=np.float32)
     found = run(operands, cotangents, logits_soft_cap=case.cap, **case.masks)
     exact, rounded = references(operands, cotangents, case.masks, case.cap)
-    slack = oracle.slack_of_scale(operands, exact[2]["query"]) if case.features else 0.0
-    check(found, exact, rounded, slack)
+    slacks = {}
+    if case.features:
+        slacks["scale"] = oracle.slack_of_scale(operands, exact[2]["query"])
+    if "sinks" in case.features:
+        slacks["sinks"] = oracle.slack_of_sinks(operands, *exact[:2], cotangents[0])
+    check(found, exact, rounded, slacks)
 
 
 def test_ten_forwards_are_bit_equal():

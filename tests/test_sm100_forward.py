@@ -65,7 +65,7 @@ def kernels(tmp_path_factory) -> pathlib.Path:
     variants = [variant for variant in build.find_variants() if variant.name in NAMES]
     assert len(variants) == len(NAMES)
     output = tmp_path_factory.mktemp("sm100") / "bundle"
-    build.build(variants, output, jobs=1, cache=build._default_cache())
+    build.build(variants, output, jobs=1, cache=build.default_cache())
     return output
 
 
@@ -604,6 +604,24 @@ def test_mutants_fail(kernels, mutant):
     ptx = edited(path.read_text(), pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
         check(case, run(kernels, case, ptx, instruction_limit=20_000_000))
+
+
+HUGE = Case(PAIR, (1, 300, 400, 2, 2, 128, 128), gain=1e10)
+
+
+def check_argmax(found: Outcome) -> None:
+    """Among logits near 10**11 the largest takes all."""
+    np.testing.assert_array_equal(found.out, expected(HUGE)[0][0].out.astype(found.out.dtype))
+    assert np.isfinite(found.lse).all()
+
+
+def test_huge_logits(kernels):
+    """Their exponents are rounded by thousands; a mutant that lives with it has 2**1000."""
+    check_argmax(run(kernels, HUGE))
+    path = kernels / "sm_100a" / f"{PAIR}.ptx"
+    mutant = edited(path.read_text(), float32_literal(2.0**24), float32_literal(math.inf))
+    with pytest.raises(AssertionError):
+        check_argmax(run(kernels, HUGE, mutant))
 
 
 def test_bounds_tell_what_to_skip_and_what_to_mask(kernels):

@@ -228,7 +228,7 @@ def kernels(tmp_path_factory) -> pathlib.Path:
     variants = [variant for variant in build.find_variants() if variant.name in names]
     assert len(variants) == len(names)
     output = tmp_path_factory.mktemp("sm90") / "bundle"
-    build.build(variants, output, jobs=1, cache=build._default_cache())
+    build.build(variants, output, jobs=1, cache=build.default_cache())
     return output / "sm_90a"
 
 

@@ -422,3 +422,21 @@ def test_first_calls_from_eight_threads(attention):
         thread.join()
     for result in results:
         assert_close(result, expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_vmap_of_grad_takes_numpy_arrays(implementation):
+    """Closed over by a jitted function, they are constants of its program."""
+    arrays = np.random.default_rng(0).standard_normal((4, 2, 2, 16, 4, 32)).astype(np.float16)
+    lengths = np.array([[16, 3], [0, 9]], np.int32)
+
+    def loss(query, key, value, weights, lengths):
+        out = fa4_jax.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+        )
+        return (out * weights).sum(dtype=jnp.float32)
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    found = jax.jit(lambda: jax.vmap(gradient)(*arrays, lengths))()
+    expected = [gradient(*(jnp.asarray(x[i]) for x in (*arrays, lengths))) for i in range(2)]
+    assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *expected))

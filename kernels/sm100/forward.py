@@ -643,10 +643,11 @@ class Forward:
                         self.slot(stage, row).store(factor)
                         self.message[stage].arrive()
                         sent += 1
+                    shift = softmax.centre(scores)
                     sums = [(softmax.total[0], Float32(0.0)), (Float32(0.0), Float32(0.0))]
                     for fragment in cutlass.range_constexpr(FRAGMENTS):
                         first = fragment * FRAGMENT
-                        softmax.exponentials(scores, first, FRAGMENT, self.emulated)
+                        softmax.exponentials(scores, shift, first, FRAGMENT, self.emulated)
                         words = [
                             pack(scores[j], scores[j + 1], self.dtype)
                             for j in range(first, first + FRAGMENT, 2)

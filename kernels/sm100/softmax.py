@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.experimental import primitives as prims
 
 from ..masks import Visibility
 from ..softmax import (
+    FUSED_LIMIT,
     LN_2,
     TANH_LIMIT,
     TANH_P,
@@ -182,6 +183,18 @@ class RowMask:
             scores[i] = Float32(cutlass.select_(visible, scores[i], -Float32.inf))
 
 
+def is_large(exponent: Float32) -> Boolean:
+    """Whether rounding this exponent could carry an exponential out of range."""
+    return cute.math.absf(exponent) > FUSED_LIMIT
+
+
+@cute.jit
+def subtract_if(condition: Boolean, scores: cute.Tensor, number: Float32):
+    if condition:
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = scores[i] - number
+
+
 @dataclasses.dataclass(frozen=True)
 class RowSoftmax:
     """Running reference maximum and sum of one row, in a thread's registers.
@@ -219,7 +232,9 @@ class RowSoftmax:
         old = self.shift[0]
         nothing = maximum == -Float32.inf
         new = multiply_rounded(finite(maximum), self.scale_log2)
-        change = old - new
+        # Among large exponents the difference of two rounded ones may hide that of the maxima.
+        exact = (self.reference[0] - finite(maximum)) * self.scale_log2
+        change = Float32(cutlass.select_(is_large(new), exact, old - new))
         keep = change >= RESCALE_THRESHOLD
         moved = cute.math.exp2(change, fastmath=True)
         factor = Float32(cutlass.select_(keep, Float32(1.0), moved))
@@ -229,19 +244,34 @@ class RowSoftmax:
         self.total[0] = self.total[0] * factor
         return factor
 
+    def centre(self, scores: cute.Tensor) -> Float32:
+        """What is to be subtracted from the exponents: the shift, or 0 where it is large.
+
+        Then the reference has been subtracted from the scores.
+        """
+        shift = finite(self.shift[0])
+        large = is_large(shift)
+        subtract_if(large, scores, self.reference[0])
+        return Float32(cutlass.select_(large, Float32(0.0), shift))
+
     def exponentials(
-        self, scores: cute.Tensor, first: int, count: int, emulated: frozenset[int]
+        self,
+        scores: cute.Tensor,
+        shift: Float32,
+        first: int,
+        count: int,
+        emulated: frozenset[int],
     ) -> None:
         """Turns elements ``first + [0, count)`` into exponentials, in place.
 
         Args:
-          scores: the row's scores.
+          scores, shift: the row's scores and what :meth:`centre` gave for them.
           first, count: even numbers.
           emulated: which pairs (2p, 2p + 1) of the row are left to the polynomial.
         """
-        shift = -finite(self.shift[0])
+        scale, shift = self.scale_log2, -shift
         for i in range(first, first + count, 2):
-            x = fma2((scores[i], scores[i + 1]), (self.scale_log2, self.scale_log2), (shift, shift))
+            x = fma2((scores[i], scores[i + 1]), (scale, scale), (shift, shift))
             exp2 = exp2_polynomial if i // 2 in emulated else exp2_hardware
             scores[i], scores[i + 1] = exp2(x)
 
