@@ -14,7 +14,6 @@ import argparse
 import functools
 import itertools
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,23 +39,24 @@ def arguments_of(case: Case) -> dict[str, dict[str, Any]]:
     }
 
 
-def prepare(case: Case, keywords: dict, sets, implementation: str, seconds: float):
+def prepare(
+    case: Case, keywords: dict[str, Any], sets, implementation: Any, seconds: float
+) -> dict[str, Timed]:
     """Forward and pullback, compiled and calibrated."""
-
-    def attention(query, key, value, keywords) -> jax.Array:
-        return fa4_jax.dot_product_attention(
-            query, key, value, is_causal=case.is_causal, implementation=implementation, **keywords
-        )
-
-    static = {k: v for k, v in keywords.items() if not isinstance(v, jax.Array)}
+    # Arrays are arguments of the compiled functions, the rest is theirs to know.
     arrays = {k: v for k, v in keywords.items() if isinstance(v, jax.Array)}
-    call: Callable = lambda *qkv, arrays: attention(*qkv, {**static, **arrays})  # noqa: E731
-    forward = jax.jit(call)
-    save = jax.jit(lambda *qkv, arrays: jax.vjp(functools.partial(call, arrays=arrays), *qkv)[1])
+    attention: Any = functools.partial(
+        fa4_jax.dot_product_attention,
+        is_causal=case.is_causal,
+        implementation=implementation,
+        **{k: v for k, v in keywords.items() if k not in arrays},
+    )
+    forward = jax.jit(attention)
+    save = jax.jit(lambda *qkv, **arrays: jax.vjp(functools.partial(attention, **arrays), *qkv)[1])
     backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
     timed = {
-        "forward": Timed(functools.partial(forward, arrays=arrays), [s[:3] for s in sets]),
-        "backward": Timed(backward, [(save(*s[:3], arrays=arrays), s[3]) for s in sets]),
+        "forward": Timed(functools.partial(forward, **arrays), [s[:3] for s in sets]),
+        "backward": Timed(backward, [(save(*s[:3], **arrays), s[3]) for s in sets]),
     }
     for one in timed.values():
         one.calibrate(seconds)

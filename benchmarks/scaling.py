@@ -13,6 +13,7 @@ unevenly.
 import argparse
 import functools
 import statistics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,11 @@ SPECS = {  # of query (and output), of key and value
 }
 
 
-def prepare(case: Case, axis: str, devices, implementation: str, seconds: float) -> Timed:
+def prepare(case: Case, axis: str, devices, implementation: Any, seconds: float) -> Timed:
     """The compiled gradient step on these devices, calibrated."""
     mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
     query, key = (NamedSharding(mesh, spec) for spec in SPECS[axis])
-    attention = functools.partial(
+    attention: Any = functools.partial(
         fa4_jax.dot_product_attention, is_causal=case.is_causal, implementation=implementation
     )
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -167,7 +168,7 @@ def attend(
     call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
     # A NumPy array under a vmap is a constant that custom_jvp refuses. A copy of it is not, and is
     # nothing in a compiled program.
-    inputs = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.core.Tracer) else x, inputs)
+    inputs = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Tracer) else x, inputs)
     return _attention(call, _equally_varying(inputs))
 
 
