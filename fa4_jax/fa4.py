@@ -597,7 +597,8 @@ def _forward_local(call: _Call, inputs: _Inputs):
     def kernels(inputs):
         bounds = None
         if inputs.query_segment_ids is not None:
-            inputs, _ = _without_unseen(call, inputs)
+            _, keys = segments.seen(call.spec(), inputs.operands())
+            inputs = inputs._replace(value=_keep(keys, inputs.value))
             bounds = segments.bounds(inputs.query_segment_ids, inputs.key_value_segment_ids)
         *others, sinks = inputs
         operands: list[Any] = [*others, bounds, sinks]
@@ -616,8 +617,9 @@ def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
     def kernels(inputs, saved):
         bounds = None
         if inputs.query_segment_ids is not None:
-            inputs, queries = _without_unseen(call, inputs)
-            inputs = inputs._replace(query=_keep(queries, inputs.query))
+            queries, keys = segments.seen(call.spec(), inputs.operands())
+            query, key = _keep(queries, inputs.query), _keep(keys, inputs.key)
+            inputs = inputs._replace(query=query, key=key)
             saved = saved._replace(dout=_keep(queries, saved.dout))
             bounds = segments.bounds(inputs.key_value_segment_ids, inputs.query_segment_ids)
         query, key, value, *others, _ = inputs
@@ -632,18 +634,14 @@ def _backward_by_xla(call: _Call, inputs: _Inputs, saved: _Saved):
     return gradients.query, gradients.key, gradients.value
 
 
-def _without_unseen(call: _Call, inputs: _Inputs) -> tuple[_Inputs, jax.Array]:
-    """Inputs with 0 in keys and values that no query sees, and bool [B, T]: which queries see any.
-
-    A kernel's product of a hidden row has the factor 0, which makes no 0 of a NaN stored there. The
-    rows that lengths and windows hide it clears itself; which rows segments hide, it cannot know.
-    """
-    queries, keys = segments.seen(call.spec(), inputs.operands())
-    return inputs._replace(key=_keep(keys, inputs.key), value=_keep(keys, inputs.value)), queries
-
-
 def _keep(rows: jax.Array, x: jax.Array) -> jax.Array:
-    """x [B, R, N, H] with 0 in the other rows; rows bool [B, R]."""
+    """x [B, R, N, H] with 0 in the other rows, which nobody sees; rows bool [B, R].
+
+    For operands whose hidden rows a kernel multiplies by 0, which makes no 0 of a NaN: values in
+    the forward, queries, keys and dout in the backward. Hidden scores and their cotangents it
+    overwrites. Rows that lengths and windows hide it clears itself; which ones segments hide, it
+    cannot know.
+    """
     return jnp.where(rows[:, :, None, None], x, 0)
 
 
