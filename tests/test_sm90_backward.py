@@ -12,13 +12,25 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 from emulator import EmulatorError, launch_kernel
+from sm90_problems import (
+    DTYPES,
+    SEGMENT_IDS,
+    Case,
+    attention,
+    blank,
+    ids,
+    inputs,
+    integers,
+    mutant_of,
+    packed,
+    shuffled,
+    symbols,
+)
 
 from kernels import build
 
@@ -29,108 +41,6 @@ pytestmark = [
         importlib.util.find_spec("cutlass") is None, reason="building kernels needs the DSL"
     ),
 ]
-
-UNLIMITED = 2**30
-SEGMENT_IDS = ("query_segment_ids", "key_value_segment_ids")
-PER_BATCH = ("query_seq_lengths", "key_value_seq_lengths", "query_offset")
-DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of one main kernel.
-
-    Attributes:
-      kernel: its name without ``sm90_backward_``.
-      sizes: B, T, S, N, K, H, Hv.
-      masks: as the oracle takes them, lists for arrays.
-      scale: one number per batch element.
-      sinks: one logit per head.
-      gain: queries are multiplied by it.
-      stranger: unless 0, all values of segment 1, whose queries have no dout.
-    """
-
-    kernel: str
-    sizes: tuple[int, int, int, int, int, int, int]
-    masks: dict = dataclasses.field(default_factory=dict)
-    scale: tuple[float, ...] | None = None
-    cap: float | None = None
-    sinks: tuple[float, ...] | None = None
-    gain: float = 1.0
-    stranger: float = 0.0
-
-    @property
-    def dtype(self) -> np.dtype:
-        return DTYPES[self.kernel.split("_")[0]]
-
-
-def packed(*lengths: int) -> list[int]:
-    """Ids of packed sequences: 0 lengths[0] times, 1 lengths[1] times, and so on."""
-    return [i for i, length in enumerate(lengths) for _ in range(length)]
-
-
-def shuffled(size: int, count: int, seed: int) -> list[int]:
-    """Random ids below ``count``, of which none is at home anywhere."""
-    return np.random.default_rng(seed).integers(0, count, size).tolist()
-
-
-def ids(queries: list[list[int]], keys: list[list[int]] | None = None, **more) -> dict:
-    return dict(zip(SEGMENT_IDS, (queries, keys or queries), strict=True)) | more
-
-
-def inputs(case: Case) -> dict[str, np.ndarray]:
-    """query, key, value, dout and dlse, with zeros past each batch element's lengths."""
-    B, T, S, N, K, H, Hv = case.sizes
-    random = np.random.default_rng(T + S + H)
-    arrays = {
-        "query": case.gain * random.standard_normal((B, T, N, H)),
-        "key": random.standard_normal((B, S, K, H)),
-        "value": random.standard_normal((B, S, K, Hv)),
-        "dout": random.standard_normal((B, T, N, Hv)),
-    }
-    if case.stranger:
-        queries, keys = (np.array(case.masks[name]) == 1 for name in SEGMENT_IDS)
-        arrays["value"][keys] = case.stranger
-        arrays["dout"][queries] = 0
-    arrays = {name: blank(case, name, x.astype(case.dtype), 0) for name, x in arrays.items()}
-    dlse = random.standard_normal((B, T, N)).astype(np.float32)
-    return arrays | {"dlse": blank(case, "dlse", dlse, 0)}
-
-
-def blank(case: Case, name: str, x: np.ndarray, filling: float) -> np.ndarray:
-    """x with ``filling`` past each batch element's length.
-
-    (Rows whose segment has nothing on the other side are the caller's to clear:
-    fa4_jax/segments.py.)
-    """
-    side = "key_value" if name in ("key", "value") else "query"
-    x = x.copy()
-    for b, length in enumerate(case.masks.get(f"{side}_seq_lengths") or ()):
-        x[b, length:] = filling
-    return x
-
-
-def attention(case: Case) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
-    """float64 attention of each batch element of a case, and the same in the inputs' dtype."""
-    arrays = inputs(case)
-    exact, rounded = [], []
-    for b in range(case.sizes[0]):
-        masks = {
-            key: mask[b : b + 1] if isinstance(mask, list) else mask
-            for key, mask in case.masks.items()
-        }
-        for rounding, results in ((None, exact), (case.dtype, rounded)):
-            results.append(
-                oracle.Attention(
-                    *(arrays[name][b : b + 1] for name in ("query", "key", "value")),
-                    scale=case.scale[b] if case.scale else None,
-                    logits_soft_cap=case.cap,
-                    sinks=None if case.sinks is None else np.array(case.sinks),
-                    masks=masks,
-                    rounding=rounding,
-                )
-            )
-    return exact, rounded
 
 
 @dataclasses.dataclass
@@ -156,12 +66,13 @@ def run(
       bounds: in place of `oracle.segment_bounds`'s.
       options: of the main kernel's launch.
     """
-    B, T, S, N, K, H, Hv = case.sizes
+    B, T, _, N, _, H, Hv = case.sizes
     arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
     exact, _ = attention(case)
     Tp, Hp = -(-T // 128) * 128, -(-H // 64) * 64
     operands: dict[str, np.ndarray | None] = {
         **arrays,
+        **integers(case),
         "out": np.concatenate([each.out for each in exact]).astype(case.dtype, order="C"),
         "lse": np.concatenate([each.lse for each in exact]).astype(np.float32, order="C"),
         "scale": np.array(case.scale or [H**-0.5] * B, np.float32),
@@ -170,24 +81,16 @@ def run(
         "dq_accumulator": np.full((B, N, Tp, Hp), np.nan, np.float32),
         **{f"d{name[0]}": np.full_like(arrays[name], np.nan) for name in ("query", "key", "value")},
     }
-    for name in (*PER_BATCH, *SEGMENT_IDS):
-        mask = case.masks.get(name)
-        operands[name] = None if mask is None else np.array(mask, np.int32)
     if operands[SEGMENT_IDS[0]] is not None:  # rows are keys here
         queries, keys = (operands[name] for name in SEGMENT_IDS)
         tight = oracle.segment_bounds(keys, queries)
         operands["segment_bounds"] = tight if bounds is None else bounds
-    left, right = case.masks.get("local_window_size", (None, None))
-    right = 0 if case.masks.get("is_causal") else right
-    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, Tp=Tp, Hp=Hp)
-    symbols["logits_soft_cap"] = case.cap or 0.0
-    for side, width in (("left", left), ("right", right)):
-        symbols[f"window_{side}"] = UNLIMITED if width is None else width
+    numbers = symbols(case) | {"Tp": Tp, "Hp": Hp}
     dtype, head_dim = case.kernel.split("_")[:2]
 
     def launch(where: pathlib.Path, name: str, **more):
         more = {"races": True, "threads": 1, **more}
-        return launch_kernel(where, f"sm90_backward_{name}", operands, symbols, **more)
+        return launch_kernel(where, f"sm90_backward_{name}", operands, numbers, **more)
 
     launch(directory, f"preprocess_{dtype}_{head_dim}")
     result = launch(main or directory, case.kernel, **{"trace": True, **options})
@@ -339,20 +242,6 @@ def test_gradients_are_right(kernels, name):
     check(CASES[name], run(kernels, CASES[name]))
 
 
-def mutant_of(
-    kernels: pathlib.Path, tmp_path: pathlib.Path, kernel: str, pattern: str, replacement: str
-) -> pathlib.Path:
-    """A directory with a main kernel whose PTX is changed everywhere that the pattern matches."""
-    name = f"sm90_backward_{kernel}.ptx"
-    ptx, count = re.subn(pattern, replacement, (kernels / name).read_text())
-    assert count > 0, f"nothing like {pattern!r} in the kernel"
-    (tmp_path / "manifest.txt").write_text((kernels.parent / "manifest.txt").read_text())
-    directory = tmp_path / "sm_90a"
-    directory.mkdir()
-    (directory / name).write_text(ptx)
-    return directory
-
-
 def random_case(seed: int) -> Case:
     """One of this file's kernels with any sizes and masks that it takes."""
     random = np.random.default_rng(seed)
@@ -417,7 +306,9 @@ def test_hidden_pairs_may_overflow(kernels, tmp_path):
 
     assert not differs()
     select = r"(setp\.)eq(\.f32\s+%p\d+, %r\d+, )0f00000000"
-    assert differs(main=mutant_of(kernels, tmp_path, H128, select, r"\1lt\g<2>0fFF800000"))
+    assert differs(
+        main=mutant_of(kernels, tmp_path, f"sm90_backward_{H128}", select, r"\1lt\g<2>0fFF800000")
+    )
 
 
 SCHEDULED = ("packed_causal", "everything", "everything_capped", "cap_20")
@@ -524,6 +415,7 @@ def test_mutants_fail(kernels, tmp_path, mutant):
     """What the kernel does not need would also pass this file's tests: here it must not."""
     name, pattern, replacement = MUTANTS[mutant]
     case = CASES[name]
-    directory = mutant_of(kernels, tmp_path, case.kernel, pattern, replacement)
+    kernel = f"sm90_backward_{case.kernel}"
+    directory = mutant_of(kernels, tmp_path, kernel, pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
         check(case, run(kernels, case, main=directory, instruction_limit=20_000_000))

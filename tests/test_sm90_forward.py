@@ -12,14 +12,25 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
-import struct
 
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 from emulator import EmulatorError, launch_kernel
+from sm90_problems import (
+    SEGMENT_IDS,
+    Case,
+    attention,
+    blank,
+    float32_literal,
+    ids,
+    inputs,
+    integers,
+    mutant_of,
+    packed,
+    shuffled,
+    symbols,
+)
 
 from kernels import build
 
@@ -31,80 +42,12 @@ pytestmark = [
     ),
 ]
 
-UNLIMITED = 2**30
-SEGMENT_IDS = ("query_segment_ids", "key_value_segment_ids")
-DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of one kernel.
-
-    Attributes:
-      kernel: its name without ``sm90_forward_``.
-      sizes: B, T, S, N, K, H, Hv.
-      masks: as the oracle takes them, lists for arrays.
-      scale: one number per batch element.
-      sinks: one logit per head.
-      gain: queries are multiplied by it.
-    """
-
-    kernel: str
-    sizes: tuple[int, int, int, int, int, int, int]
-    masks: dict = dataclasses.field(default_factory=dict)
-    scale: tuple[float, ...] | None = None
-    cap: float | None = None
-    sinks: tuple[float, ...] | None = None
-    gain: float = 1.0
-
-    @property
-    def name(self) -> str:
-        return f"sm90_forward_{self.kernel}"
-
-    @property
-    def dtype(self) -> np.dtype:
-        return DTYPES[self.kernel.split("_")[0]]
-
 
 @dataclasses.dataclass
 class Outcome:
     out: np.ndarray
     lse: np.ndarray
     trace: dict
-
-
-def packed(*lengths: int) -> list[int]:
-    """Ids of packed sequences: 0 lengths[0] times, 1 lengths[1] times, and so on."""
-    return [i for i, length in enumerate(lengths) for _ in range(length)]
-
-
-def shuffled(size: int, count: int, seed: int) -> list[int]:
-    """Random ids below ``count``, of which none is at home anywhere."""
-    return np.random.default_rng(seed).integers(0, count, size).tolist()
-
-
-def inputs(case: Case) -> dict[str, np.ndarray]:
-    """query, key, value, with zeros where no query may look."""
-    B, T, S, N, K, H, Hv = case.sizes
-    random = np.random.default_rng(T + S + H)
-    arrays = {
-        "query": case.gain * random.standard_normal((B, T, N, H)),
-        "key": random.standard_normal((B, S, K, H)),
-        "value": random.standard_normal((B, S, K, Hv)),
-    }
-    return {name: blank(case, name, x.astype(case.dtype), 0) for name, x in arrays.items()}
-
-
-def blank(case: Case, name: str, x: np.ndarray, filling: float) -> np.ndarray:
-    """x with ``filling`` past each batch element's length.
-
-    (Keys of a segment without queries are the caller's to clear: fa4_jax/segments.py.)
-    """
-    lengths = case.masks.get(f"{'query' if name == 'query' else 'key_value'}_seq_lengths")
-    x = x.copy()
-    for b, length in enumerate(lengths or ()):
-        x[b, length:] = filling
-    return x
 
 
 def run(
@@ -118,12 +61,13 @@ def run(
 
     ``bounds`` and ``query`` take the place of `oracle.segment_bounds`'s and the case's own.
     """
-    B, T, S, N, K, H, Hv = case.sizes
+    B, T, _, N, _, H, Hv = case.sizes
     arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
     if query is not None:
         arrays["query"] = query
     operands: dict[str, np.ndarray | None] = {
-        **arrays,
+        **{name: arrays[name] for name in ("query", "key", "value")},
+        **integers(case),
         "out": np.full((B, T, N, Hv), np.nan, case.dtype),
         "lse": np.full((B, T, N), np.nan, np.float32),
         "scale": np.array(case.scale or [H**-0.5] * B, np.float32),
@@ -132,53 +76,19 @@ def run(
     }
     if case.sinks is not None:
         operands["sinks"] = np.broadcast_to(np.array(case.sinks, np.float32), (B, N)).copy()
-    for name in (
-        *("query_seq_lengths", "key_value_seq_lengths", "query_offset"),
-        *SEGMENT_IDS,
-    ):
-        mask = case.masks.get(name)
-        operands[name] = None if mask is None else np.array(mask, np.int32)
-    if (ids := operands["query_segment_ids"]) is not None:
-        keys = operands["key_value_segment_ids"]
-        operands["segment_bounds"] = oracle.segment_bounds(ids, keys) if bounds is None else bounds
-    left, right = case.masks.get("local_window_size", (None, None))
-    right = 0 if case.masks.get("is_causal") else right
-    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, logits_soft_cap=case.cap or 0)
-    for side, width in (("left", left), ("right", right)):
-        symbols[f"window_{side}"] = UNLIMITED if width is None else width
+    if operands[SEGMENT_IDS[0]] is not None:
+        tight = oracle.segment_bounds(*(operands[name] for name in SEGMENT_IDS))
+        operands["segment_bounds"] = tight if bounds is None else bounds
     result = launch_kernel(
         directory,
-        case.name,
+        f"sm90_forward_{case.kernel}",
         operands,
-        symbols,
+        symbols(case),
         num_sms=1,
         **{"races": True, "trace": True, "threads": 1, **options},
     )
     trace = json.loads(result.trace) if result.trace else {}
     return Outcome(operands["out"], operands["lse"], trace)
-
-
-def attention(case: Case) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
-    """float64 attention of each batch element of a case, and the same in the inputs' dtype."""
-    arrays = inputs(case)
-    exact, rounded = [], []
-    for b in range(case.sizes[0]):
-        masks = {
-            key: mask[b : b + 1] if isinstance(mask, list) else mask
-            for key, mask in case.masks.items()
-        }
-        for rounding, results in ((None, exact), (case.dtype, rounded)):
-            results.append(
-                oracle.Attention(
-                    *(x[b : b + 1] for x in arrays.values()),
-                    scale=case.scale[b] if case.scale else None,
-                    logits_soft_cap=case.cap,
-                    sinks=None if case.sinks is None else np.array(case.sinks),
-                    masks=masks,
-                    rounding=rounding,
-                )
-            )
-    return exact, rounded
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -210,10 +120,6 @@ def kernels(tmp_path_factory) -> pathlib.Path:
     output = tmp_path_factory.mktemp("sm90") / "bundle"
     build.build(variants, output, jobs=1, cache=build.default_cache())
     return output / "sm_90a"
-
-
-def ids(queries: list[list[int]], keys: list[list[int]] | None = None, **more) -> dict:
-    return dict(zip(SEGMENT_IDS, (queries, keys or queries), strict=True)) | more
 
 
 CASES = {
@@ -466,10 +372,6 @@ def test_bounds_are_obeyed(kernels):
 # ---- mutants -------------------------------------------------------------------------------------
 
 
-def float32_literal(value: float) -> str:
-    return "0f" + struct.pack(">f", value).hex().upper()
-
-
 MUTANTS = {
     "no ids read": ("packed", r"@inside ld\.global\.nc\.s32 [^;]*;", ""),
     "most column ids not read": ("unsorted", r"(\S+ inside, \S+ )(\d{2,});", r"\1 1000;"),
@@ -496,25 +398,13 @@ MUTANTS = {
 }
 
 
-def mutant_of(
-    kernels: pathlib.Path, folder: pathlib.Path, case: Case, pattern: str, replacement: str
-) -> pathlib.Path:
-    """The directory of a bundle in ``folder`` that holds an edited kernel of the case alone."""
-    ptx, count = re.subn(pattern, replacement, (kernels / f"{case.name}.ptx").read_text())
-    assert count > 0, f"nothing like {pattern!r} in the kernel"
-    (folder / "manifest.txt").write_text((kernels.parent / "manifest.txt").read_text())
-    directory = folder / "sm_90a"
-    directory.mkdir()
-    (directory / f"{case.name}.ptx").write_text(ptx)
-    return directory
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_fail(kernels, tmp_path, mutant):
     """What the kernel does not need would also pass this file's tests: here it must not."""
     name, pattern, replacement = MUTANTS[mutant]
     case = CASES[name]
-    directory = mutant_of(kernels, tmp_path, case, pattern, replacement)
+    kernel = f"sm90_forward_{case.kernel}"
+    directory = mutant_of(kernels, tmp_path, kernel, pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
         check(case, run(directory, case, instruction_limit=20_000_000))
 
