@@ -15,16 +15,25 @@ import math
 import os
 import pathlib
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 from emulator import EmulatorError, launch_kernel
+from kernel_problems import (
+    DTYPES,
+    SEGMENT_IDS,
+    UNLIMITED,
+    blank,
+    float32_literal,
+    integers,
+    packed,
+    shuffled,
+    symbols,
+)
 
 from fa4_jax import bundle
 from kernels import artifacts, build
@@ -36,8 +45,6 @@ pytestmark = [
     ),
 ]
 
-UNLIMITED = 2**30
-DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
 PAIR = "sm100_forward_bf16_h128_full_pair"
 CAUSAL = "sm100_forward_bf16_h128_causal"
 WINDOW = "sm100_forward_bf16_h128_window"
@@ -111,15 +118,6 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     return {name: blank(case, name, x.astype(dtype), 0) for name, x in arrays.items()}
 
 
-def blank(case: Case, name: str, x: np.ndarray, filling: float) -> np.ndarray:
-    """x with ``filling`` past each batch element's length."""
-    lengths = case.masks.get(f"{'query' if name == 'query' else 'key_value'}_seq_lengths")
-    x = x.copy()
-    for b, length in enumerate(lengths or ()):
-        x[b, length:] = filling
-    return x
-
-
 def heads_per_tile(T: int, N: int, K: int) -> int:
     """Query heads that the launcher has a tile pack."""
     return max(
@@ -140,31 +138,20 @@ def run(
     ``ptx`` is a mutant of it, ``bounds`` replaces the segments' exact bounds, ``hurt`` names a key
     of each batch element that is NaN.
     """
-    B, T, S, N, K, H, Hv = case.sizes
+    B, T, _, N, K, H, Hv = case.sizes
     arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
     for b, key in enumerate(hurt):
         arrays["key"][b, key] = np.nan
     out = np.full((B, T, N, Hv), np.nan, arrays["query"].dtype)
     lse = np.full((B, T, N), np.nan, np.float32)
     scale = np.array(case.scale or [H**-0.5] * B, np.float32)
-    left, right = case.masks.get("local_window_size", (None, None))
-    right = 0 if case.masks.get("is_causal") else right
-    integers = {
-        name: None if name not in case.masks else np.array(case.masks[name], np.int32)
-        for name in (
-            *("query_seq_lengths", "key_value_seq_lengths", "query_offset"),
-            *("query_segment_ids", "key_value_segment_ids"),
-        )
-    }
-    ids = [integers[f"{side}_segment_ids"] for side in ("query", "key_value")]
+    masks = integers(case)
+    ids = [masks[name] for name in SEGMENT_IDS]
     if bounds is None and ids[0] is not None:
         bounds = oracle.segment_bounds(*ids)
     sinks = None if case.sinks is None else np.array([case.sinks] * B, np.float32)
-    symbols = dict(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, logits_soft_cap=case.cap or 0.0)
-    symbols["pack"] = heads_per_tile(T, N, K)
-    symbols["packed_N"] = N // symbols["pack"]
-    for side, width in (("left", left), ("right", right)):
-        symbols[f"window_{side}"] = UNLIMITED if width is None else width
+    pack = heads_per_tile(T, N, K)
+    numbers = symbols(case) | {"pack": pack, "packed_N": N // pack}
     directory = kernels / f"sm_{case.kernel[2:5]}a"
     if ptx is not None:
         mutant = kernels.parent / "mutant" / directory.name
@@ -178,9 +165,9 @@ def run(
         {
             **arrays,
             **dict(out=out, lse=lse, scale=scale, sinks=sinks, segment_bounds=bounds),
-            **integers,
+            **masks,
         },
-        symbols,
+        numbers,
         num_sms=2 if case.kernel.endswith("_pair") else 1,
         **{"races": True, "trace": True, "threads": 1, **options},
     )
@@ -240,17 +227,8 @@ def executed(found: Outcome, warps: Iterable[int], instruction: str) -> int:
 # ---- values --------------------------------------------------------------------------------------
 
 
-def packed(*lengths: int) -> list[int]:
-    """Ids of consecutive segments of these lengths."""
-    return np.repeat(np.arange(len(lengths)), lengths).tolist()
-
-
 def both(*ids: list[int], keys: list[list[int]] | None = None) -> dict:
     return dict(query_segment_ids=list(ids), key_value_segment_ids=keys or list(ids))
-
-
-def shuffled(length: int, ids: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, ids, length).tolist()
 
 
 CASES = {
@@ -533,10 +511,6 @@ def test_share_of_the_polynomial(kernels, name, pairs):
 
 
 LOG2_E = math.log2(math.e)
-
-
-def float32_literal(value: float) -> str:
-    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def edited(ptx: str, pattern: str, replacement: str) -> str:

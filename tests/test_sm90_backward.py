@@ -17,7 +17,7 @@ import numpy as np
 import oracle
 import pytest
 from emulator import EmulatorError, launch_kernel
-from sm90_problems import (
+from kernel_problems import (
     DTYPES,
     SEGMENT_IDS,
     Case,

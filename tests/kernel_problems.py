@@ -1,4 +1,4 @@
-"""Calls with segments, soft cap and sinks for the tests of the Hopper kernels; their references."""
+"""Calls with segments, soft cap and sinks for the tests of the kernels; Hopper's references."""
 
 import dataclasses
 import pathlib
@@ -48,7 +48,7 @@ def packed(*lengths: int) -> list[int]:
     return [i for i, length in enumerate(lengths) for _ in range(length)]
 
 
-def shuffled(size: int, count: int, seed: int) -> list[int]:
+def shuffled(size: int, count: int, seed: int = 0) -> list[int]:
     """Random ids below ``count``, of which none is at home anywhere."""
     return np.random.default_rng(seed).integers(0, count, size).tolist()
 
