@@ -7,6 +7,7 @@ by. Arguments are those of `fa4_jax.dot_product_attention`, 4-D only.
 
 import dataclasses
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -198,3 +199,14 @@ def assert_accurate(name, actual, exact, rounded, slack=1e-5):
     allowed = np.abs(np.where(infinite, 0, rounded) - np.where(infinite, 0, exact))
     worst, bound = difference.max(initial=0), 2 * allowed.max(initial=0) + slack
     assert worst <= bound, f"{name}: error {worst:.3g}, allowed {bound:.3g}"
+
+
+def assert_close(actual, expected, tolerance=2**-7):
+    """Trees equal to bfloat16 rounding: sums may be added in another order."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        # Infinities must be equal; they say nothing about the size of a rounding error.
+        scale = np.abs(y[np.isfinite(y)]).max(initial=0)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale)

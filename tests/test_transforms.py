@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import assert_close
 
 import fa4_jax
 
@@ -46,15 +47,6 @@ def segments(*leading, seed=0):
         jnp.asarray(random.integers(low, low + 4, (*leading, B, size)), jnp.int32)
         for low, size in ((0, T), (1, S))
     ]
-
-
-def assert_close(actual, expected, tolerance=2**-7):
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        x, y = (np.asarray(z, np.float32) for z in (x, y))
-        scale = np.abs(y[np.isfinite(y)]).max(initial=0)
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale)
 
 
 def gradients(attention, arguments=(0, 1, 2)):
