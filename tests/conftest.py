@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, and skips with a reason where hardware is missing."""
 
+import importlib.util
 import os
 import subprocess
 
@@ -27,12 +28,17 @@ def _num_gpus() -> int:
 
 def pytest_collection_modifyitems(items):
     num_gpus = _num_gpus()
-    for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
-        if num_gpus < needed:
-            skip = pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {num_gpus}")
-            for item in items:
-                if item.get_closest_marker(marker):
-                    item.add_marker(skip)
+    reasons = {
+        marker: f"needs {needed} NVIDIA GPU(s), found {num_gpus}"
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2))
+        if num_gpus < needed
+    }
+    if importlib.util.find_spec("cutlass") is None:
+        reasons["dsl"] = "needs nvidia-cutlass-dsl"
+    for item in items:
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["xla", pytest.param("fa4", marks=pytest.mark.gpu)])

@@ -81,7 +81,6 @@ for T in (1, 31, 33, 65):  # packs of 4, 4, 2 and 1 of the 4 heads of a kv head
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     """A _native directory whose bundle holds the throw-away kernel alone."""
-    pytest.importorskip("cutlass")
     path = tmp_path_factory.mktemp("native")
     shutil.copy(bundle.directory().parent / "libfa4_jax.so", path)
     run(COMPILE, path, CUTE_DSL_ARCH="sm_90a")

@@ -9,7 +9,6 @@ race check runs all along.
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -38,12 +37,7 @@ from kernel_problems import (
 from fa4_jax import bundle
 from kernels import artifacts, build
 
-pytestmark = [
-    pytest.mark.emulator,
-    pytest.mark.skipif(
-        importlib.util.find_spec("cutlass") is None, reason="building kernels needs the DSL"
-    ),
-]
+pytestmark = [pytest.mark.dsl, pytest.mark.emulator]
 
 PAIR = "sm100_forward_bf16_h128_full_pair"
 CAUSAL = "sm100_forward_bf16_h128_causal"
