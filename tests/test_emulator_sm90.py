@@ -24,6 +24,7 @@ import numpy as np
 import oracle
 import pytest
 from fixtures import make_sm90
+from kernel_problems import padded
 
 import fa4_jax
 
@@ -65,14 +66,6 @@ CASES = {
     ),
     "one_row": Case((2, 1, 1, 1, 1, 8, 8), masks=dict(is_causal=True)),
 }
-
-
-def padded(x: np.ndarray, lengths: list[int] | None, filling: float) -> np.ndarray:
-    """x [B, rows, ...] with ``filling`` past each batch element's length."""
-    x = x.copy()
-    for b, length in enumerate(lengths or ()):
-        x[b, length:] = filling
-    return x
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

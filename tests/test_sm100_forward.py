@@ -9,33 +9,38 @@ race check runs all along.
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import oracle
 import pytest
-from emulator import EmulatorError, launch_kernel
+from emulator import EmulatorError
 from kernel_problems import (
-    DTYPES,
-    SEGMENT_IDS,
     UNLIMITED,
-    blank,
+    Case,
+    ForwardResults,
+    attention,
+    build_kernels,
+    check_forward,
+    executed,
     float32_literal,
-    integers,
+    forward_operands,
+    ids,
+    launch_forward,
+    mutant_of,
     packed,
     shuffled,
     symbols,
 )
 
 from fa4_jax import bundle
-from kernels import artifacts, build
+from kernels import artifacts
 
 pytestmark = [pytest.mark.dsl, pytest.mark.emulator]
 
@@ -62,54 +67,12 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> pathlib.Path:
-    """A bundle of this file's kernels, from the build's own cache where they have not changed."""
-    variants = [variant for variant in build.find_variants() if variant.name in NAMES]
-    assert len(variants) == len(NAMES)
-    output = tmp_path_factory.mktemp("sm100") / "bundle"
-    build.build(variants, output, jobs=1, cache=build.default_cache())
-    return output
+    """A bundle of this file's kernels."""
+    return build_kernels(NAMES, tmp_path_factory.mktemp("sm100"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: sizes B, T, S, N, K, H, Hv, masks as the oracle takes them, and how logits grow.
-
-    Attributes:
-      cap: logits_soft_cap.
-      sinks: one for each head.
-      growth: key j is multiplied by growth ** (1 - j / S): at 1 all keys are alike; below, keys
-        that are visited first have the larger logits; above, the smaller ones.
-    """
-
-    kernel: str
-    sizes: tuple[int, int, int, int, int, int, int]
-    masks: dict = dataclasses.field(default_factory=dict)
-    scale: tuple[float, ...] | None = None
-    cap: float | None = None
-    sinks: tuple[float, ...] | None = None
-    gain: float = 1.0
-    growth: float = 1.0
-
-
-@dataclasses.dataclass
-class Outcome:
-    out: np.ndarray
-    lse: np.ndarray
-    trace: dict
-
-
-def inputs(case: Case) -> dict[str, np.ndarray]:
-    """query, key, value, with zeros where no query may look."""
-    B, T, S, N, K, H, Hv = case.sizes
-    random = np.random.default_rng(T + S + H)
-    growth = case.growth ** (1 - np.arange(S) / S)
-    arrays = {
-        "query": case.gain * random.standard_normal((B, T, N, H)),
-        "key": random.standard_normal((B, S, K, H)) * growth[:, None, None],
-        "value": random.standard_normal((B, S, K, Hv)),
-    }
-    dtype = DTYPES[case.kernel.split("_")[2]]
-    return {name: blank(case, name, x.astype(dtype), 0) for name, x in arrays.items()}
+def directory_of(kernels: pathlib.Path, case: Case) -> pathlib.Path:
+    return kernels / f"sm_{case.kernel[2:5]}a"
 
 
 def heads_per_tile(T: int, N: int, K: int) -> int:
@@ -122,85 +85,35 @@ def heads_per_tile(T: int, N: int, K: int) -> int:
 def run(
     kernels: pathlib.Path,
     case: Case,
-    ptx: str | None = None,
     bounds: np.ndarray | None = None,
     hurt: Sequence[int] = (),
     **options,
-) -> Outcome:
-    """Launches the case's kernel, NaN in all padding.
+) -> ForwardResults:
+    """Launches the case's kernel of a bundle.
 
-    ``ptx`` is a mutant of it, ``bounds`` replaces the segments' exact bounds, ``hurt`` names a key
-    of each batch element that is NaN.
+    ``bounds`` replaces the segments' exact bounds, ``hurt`` names a key of each batch element that
+    is NaN.
     """
-    B, T, _, N, K, H, Hv = case.sizes
-    arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
+    _, T, _, N, K, _, _ = case.sizes
+    operands = forward_operands(case, bounds)
     for b, key in enumerate(hurt):
-        arrays["key"][b, key] = np.nan
-    out = np.full((B, T, N, Hv), np.nan, arrays["query"].dtype)
-    lse = np.full((B, T, N), np.nan, np.float32)
-    scale = np.array(case.scale or [H**-0.5] * B, np.float32)
-    masks = integers(case)
-    ids = [masks[name] for name in SEGMENT_IDS]
-    if bounds is None and ids[0] is not None:
-        bounds = oracle.segment_bounds(*ids)
-    sinks = None if case.sinks is None else np.array([case.sinks] * B, np.float32)
+        operands["key"][b, key] = np.nan
     pack = heads_per_tile(T, N, K)
-    numbers = symbols(case) | {"pack": pack, "packed_N": N // pack}
-    directory = kernels / f"sm_{case.kernel[2:5]}a"
-    if ptx is not None:
-        mutant = kernels.parent / "mutant" / directory.name
-        mutant.mkdir(parents=True, exist_ok=True)
-        (mutant.parent / "manifest.txt").write_text((kernels / "manifest.txt").read_text())
-        (mutant / f"{case.kernel}.ptx").write_text(ptx)
-        directory = mutant
-    result = launch_kernel(
-        directory,
+    return launch_forward(
+        directory_of(kernels, case),
         case.kernel,
-        {
-            **arrays,
-            **dict(out=out, lse=lse, scale=scale, sinks=sinks, segment_bounds=bounds),
-            **masks,
-        },
-        numbers,
+        operands,
+        symbols(case) | {"pack": pack, "packed_N": N // pack},
         num_sms=2 if case.kernel.endswith("_pair") else 1,
-        **{"races": True, "trace": True, "threads": 1, **options},
+        **options,
     )
-    return Outcome(out, lse, json.loads(result.trace))
 
 
-def expected(case: Case) -> tuple[list[oracle.Attention], list[oracle.Attention]]:
-    """float64 attention of each batch element of a case, and the same in the inputs' dtype."""
-    arrays = inputs(case)
-    H = case.sizes[5]
-    exact, rounded = [], []
-    for b in range(case.sizes[0]):
-        masks = {
-            key: mask[b : b + 1] if isinstance(mask, list) else mask
-            for key, mask in case.masks.items()
-        }
-        for rounding, results in ((None, exact), (arrays["query"].dtype, rounded)):
-            results.append(
-                oracle.Attention(
-                    *(x[b : b + 1] for x in arrays.values()),
-                    scale=case.scale[b] if case.scale else H**-0.5,
-                    logits_soft_cap=case.cap,
-                    sinks=case.sinks,
-                    masks=masks,
-                    rounding=rounding,
-                )
-            )
-    return exact, rounded
-
-
-def check(case: Case, found: Outcome) -> None:
+def check(case: Case, found: ForwardResults) -> None:
     """The accuracy rule; the float32 lse within what its terms' rounding explains."""
-    exact, rounded = expected(case)
-    outs = [np.concatenate([a.out for a in each]) for each in (exact, rounded)]
-    oracle.assert_accurate("out", found.out, *outs)
-    lse = np.concatenate([a.lse for a in exact])
     # The polynomial's relative error of 9e-5 is one of the sum, so an absolute one of lse.
     # The tangent's relative error of 1.2e-6, and that of its argument, are those of a logit.
-    np.testing.assert_allclose(found.lse, lse, rtol=3e-6 if case.cap else 1e-6, atol=1e-4)
+    check_forward(case, found, rtol=3e-6 if case.cap else 1e-6, atol=1e-4)
 
 
 CORRECTION_WARPS = range(8, 12)
@@ -208,22 +121,7 @@ SOFTMAX_WARPS = range(8)
 MMA_WARP = 12
 
 
-def executed(found: Outcome, warps: Iterable[int], instruction: str) -> int:
-    """How often some warps executed instructions whose names start like this."""
-    return sum(
-        count
-        for warp in warps
-        for name, count in found.trace["warps"][warp].items()
-        if name.startswith(instruction)
-    )
-
-
 # ---- values --------------------------------------------------------------------------------------
-
-
-def both(*ids: list[int], keys: list[list[int]] | None = None) -> dict:
-    return dict(query_segment_ids=list(ids), key_value_segment_ids=keys or list(ids))
-
 
 CASES = {
     "pair": Case(PAIR, (1, 513, 384, 2, 1, 128, 128)),
@@ -272,18 +170,19 @@ CASES = {
     "packed": Case(
         SEGMENTS,
         (1, 513, 513, 2, 1, 128, 128),
-        dict(is_causal=True, **both(packed(128, 127, 130, 1, 100, 27))),
+        ids([packed(128, 127, 130, 1, 100, 27)], is_causal=True),
     ),
     # Lengths, window, offset, negative scale and sinks at once; nothing is sorted.
     "unsorted": Case(
         SEGMENTS,
         (2, 200, 384, 4, 2, 128, 128),
-        dict(
+        ids(
+            [shuffled(200, 3), shuffled(200, 2)],
+            [shuffled(384, 3), shuffled(384, 4)],
             local_window_size=(100, 200),
             query_offset=[0, 120],
             query_seq_lengths=[150, 200],
             key_value_seq_lengths=[384, 300],
-            **both(shuffled(200, 3), shuffled(200, 2), keys=[shuffled(384, 3), shuffled(384, 4)]),
         ),
         scale=(0.1, -0.1),
         sinks=(1.0, -5.0, 30.0, -np.inf),
@@ -292,16 +191,16 @@ CASES = {
     "gap": Case(
         SEGMENTS,
         (3, 256, 640, 1, 1, 128, 128),
-        both(
-            *([0] * 128 + [1] * 128, [1] * 128 + [0] * 128, [9] * 128 + [4] * 128),
-            keys=[[0] * 128 + [2] * 384 + [1] * 128] * 2 + [packed(100, 200, 40, 0, 300)],
+        ids(
+            [[0] * 128 + [1] * 128, [1] * 128 + [0] * 128, [9] * 128 + [4] * 128],
+            [[0] * 128 + [2] * 384 + [1] * 128] * 2 + [packed(100, 200, 40, 0, 300)],
         ),
         sinks=(2.0,),
     ),
     "sm103_segments": Case(
         SM103_SEGMENTS,
         (1, 300, 257, 2, 1, 96, 96),
-        both(packed(70, 130, 100), keys=[packed(64, 129, 64)]),
+        ids([packed(70, 130, 100)], [packed(64, 129, 64)]),
     ),
     "capped": Case(
         CAPPED,
@@ -317,7 +216,7 @@ CASES = {
     "capped_segments": Case(
         CAPPED_SEGMENTS,
         (2, 300, 300, 2, 2, 64, 64),
-        dict(is_causal=True, **both(packed(100, 200), shuffled(300, 2))),
+        ids([packed(100, 200), shuffled(300, 2)], is_causal=True),
         cap=5.0,
         sinks=(0.5, 2.0),
         gain=4,
@@ -325,7 +224,7 @@ CASES = {
     "sm103_capped_segments": Case(
         SM103_CAPPED_SEGMENTS,
         (1, 400, 256, 1, 1, 128, 128),
-        dict(local_window_size=(200, None), **both(packed(150, 250), keys=[packed(128, 128)])),
+        ids([packed(150, 250)], [packed(128, 128)], local_window_size=(200, None)),
         cap=20.0,
         gain=8,
         growth=20,
@@ -334,10 +233,11 @@ CASES = {
     "decoding": Case(
         SEGMENTS,
         (2, 16, 300, 16, 2, 128, 128),
-        dict(
+        ids(
+            [packed(0, 0, 10, 6), packed(0, 16)],
+            [packed(90, 50, 104, 56), [1] * 300],
             is_causal=True,
             query_offset=[284, 284],
-            **both(packed(0, 0, 10, 6), packed(0, 16), keys=[packed(90, 50, 104, 56), [1] * 300]),
         ),
         sinks=tuple(np.linspace(-3, 3, 16)),
     ),
@@ -379,9 +279,9 @@ def random_case(kernel: str, T: int, S: int) -> Case:
         count = int(random.integers(1, 5))
         for side, length in (("query", T), ("key_value", S)):
             # Some ids on one side only; one batch element packed, the other one in any order.
-            ids = random.integers(count + 2 if chance() else count, size=(B, length))
-            ids[0].sort()
-            masks[f"{side}_segment_ids"] = ids.tolist()
+            drawn = random.integers(count + 2 if chance() else count, size=(B, length))
+            drawn[0].sort()
+            masks[f"{side}_segment_ids"] = drawn.tolist()
     sinks = random.choice([-np.inf, -100.0, -1.0, 0.0, 2.0, 60.0], K * group) if chance() else None
     return Case(
         kernel,
@@ -472,7 +372,7 @@ def test_packs_query_heads(kernels, T, group):
     pack = heads_per_tile(T, group, 1)
     assert pack == min(group & -group, 128 // T if T in (1, 2, 16) else 16)
     key_tiles = 2 + 1  # of the two batch elements
-    assert executed(found, [MMA_WARP], "tcgen05.mma") == K * group // pack * key_tiles * 16
+    assert executed(found.trace, [MMA_WARP], "tcgen05.mma") == K * group // pack * key_tiles * 16
 
 
 @pytest.mark.parametrize("kernel", [PAIR, WINDOW, *NEW])
@@ -490,27 +390,21 @@ def test_every_kernel_packs(kernels, kernel):
 def test_rescales_only_where_maxima_grow(kernels):
     """tau = 8: exponents that grow by less than that leave O in tensor memory alone."""
     level, growing = (run(kernels, CASES[name]) for name in ("pair", "pair_growing"))
-    assert executed(level, CORRECTION_WARPS, "tcgen05.st") == 0
-    assert executed(growing, CORRECTION_WARPS, "tcgen05.st") > 0
+    assert executed(level.trace, CORRECTION_WARPS, "tcgen05.st") == 0
+    assert executed(growing.trace, CORRECTION_WARPS, "tcgen05.st") > 0
 
 
 @pytest.mark.parametrize(("name", "pairs"), [("pair", 12), ("causal", 8), ("sm103_causal", 0)])
 def test_share_of_the_polynomial(kernels, name, pairs):
     """Of a row's 64 pairs of exponentials; the rest and one factor a tile are the hardware's."""
     found = run(kernels, CASES[name])
-    polynomials = executed(found, SOFTMAX_WARPS, "add.rm.f32x2")
-    hardware = executed(found, SOFTMAX_WARPS, "ex2.approx")
-    key_tiles = executed(found, SOFTMAX_WARPS, "tcgen05.ld") // 4
+    polynomials = executed(found.trace, SOFTMAX_WARPS, "add.rm.f32x2")
+    hardware = executed(found.trace, SOFTMAX_WARPS, "ex2.approx")
+    key_tiles = executed(found.trace, SOFTMAX_WARPS, "tcgen05.ld") // 4
     assert (polynomials, hardware) == (pairs * key_tiles, (129 - 2 * pairs) * key_tiles)
 
 
 LOG2_E = math.log2(math.e)
-
-
-def edited(ptx: str, pattern: str, replacement: str) -> str:
-    changed, count = re.subn(pattern, replacement, ptx)
-    assert count > 0, f"nothing like {pattern!r} in the kernel"
-    return changed
 
 
 MUTANTS = {
@@ -564,32 +458,31 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_fail(kernels, mutant):
+def test_mutants_fail(kernels, tmp_path, mutant):
     """What the kernel does not need would also pass this file's tests: here it must not."""
     name, pattern, replacement = MUTANTS[mutant]
     case = CASES[name]
-    path = kernels / f"sm_{case.kernel[2:5]}a" / f"{case.kernel}.ptx"
-    ptx = edited(path.read_text(), pattern, replacement)
+    mutant_of(directory_of(kernels, case), tmp_path, case.kernel, pattern, replacement)
     with pytest.raises((AssertionError, EmulatorError)):
-        check(case, run(kernels, case, ptx, instruction_limit=20_000_000))
+        check(case, run(tmp_path, case, instruction_limit=20_000_000))
 
 
 HUGE = Case(PAIR, (1, 300, 400, 2, 2, 128, 128), gain=1e10)
 
 
-def check_argmax(found: Outcome) -> None:
+def check_argmax(found: ForwardResults) -> None:
     """Among logits near 10**11 the largest takes all."""
-    np.testing.assert_array_equal(found.out, expected(HUGE)[0][0].out.astype(found.out.dtype))
+    np.testing.assert_array_equal(found.out, attention(HUGE)[0][0].out.astype(found.out.dtype))
     assert np.isfinite(found.lse).all()
 
 
-def test_huge_logits(kernels):
+def test_huge_logits(kernels, tmp_path):
     """Their exponents are rounded by thousands; a mutant that lives with it has 2**1000."""
     check_argmax(run(kernels, HUGE))
-    path = kernels / "sm_100a" / f"{PAIR}.ptx"
-    mutant = edited(path.read_text(), float32_literal(2.0**24), float32_literal(math.inf))
+    limits = float32_literal(2.0**24), float32_literal(math.inf)
+    mutant_of(directory_of(kernels, HUGE), tmp_path, PAIR, *limits)
     with pytest.raises(AssertionError):
-        check_argmax(run(kernels, HUGE, mutant))
+        check_argmax(run(tmp_path, HUGE))
 
 
 def test_bounds_tell_what_to_skip_and_what_to_mask(kernels):
@@ -600,11 +493,11 @@ def test_bounds_tell_what_to_skip_and_what_to_mask(kernels):
     loose = np.broadcast_to(np.array(everything + nothing, np.int32), (B, -(-T // 64), 4)).copy()
     careful = run(kernels, case, bounds=loose)
     assert careful.out.tobytes() == exact.out.tobytes()
-    products = [executed(found, [MMA_WARP], "tcgen05.mma") for found in (exact, careful)]
+    products = [executed(found.trace, [MMA_WARP], "tcgen05.mma") for found in (exact, careful)]
     # Key tiles of the query tiles: 1, 1, 2, 3, 2 against 1, 2, 3, 4, 5; two heads.
     assert products == [2 * 16 * tiles for tiles in (9, 15)]
-    ids = [executed(found, SOFTMAX_WARPS, "shfl") for found in (exact, careful)]
-    assert 0 < ids[0] < ids[1]
+    compared = [executed(found.trace, SOFTMAX_WARPS, "shfl") for found in (exact, careful)]
+    assert 0 < compared[0] < compared[1]
     wrong = loose.copy()
     wrong[..., 2:] = everything
     with pytest.raises(AssertionError):

@@ -18,20 +18,22 @@ import pytest
 from emulator import EmulatorError, launch_kernel
 from kernel_problems import (
     DTYPES,
+    H64,
+    H128,
+    HOPPER_CASES,
     SEGMENT_IDS,
     Case,
     attention,
-    blank,
+    build_kernels,
+    executed,
     ids,
     inputs,
     integers,
     mutant_of,
     packed,
-    shuffled,
+    random_case,
     symbols,
 )
-
-from kernels import build
 
 pytestmark = [pytest.mark.dsl, pytest.mark.emulator]
 
@@ -60,7 +62,7 @@ def run(
       options: of the main kernel's launch.
     """
     B, T, _, N, _, H, Hv = case.sizes
-    arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
+    arrays = inputs(case, np.nan)
     exact, _ = attention(case)
     Tp, Hp = -(-T // 128) * 128, -(-H // 64) * 64
     operands: dict[str, np.ndarray | None] = {
@@ -110,123 +112,31 @@ def check(case: Case, found: Outcome) -> None:
 
 # ---- values --------------------------------------------------------------------------------------
 
-H128, H64 = "bf16_h128_segments", "f16_h64_segments"
 CAPPED = ("f16_h64_window_capped", "bf16_h128_window_capped", "f16_h128_segments_capped")
 NAMES = (H128, H64, *CAPPED)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> pathlib.Path:
-    """This file's kernels, from the build's own cache where they have not changed."""
+    """The directory of this file's kernels, and of those that run before and after them."""
     parts = [f"{part}_{d}_{h}" for part in ("preprocess", "postprocess")
              for d in DTYPES for h in ("h64", "h128")]  # fmt: skip
-    names = {f"sm90_backward_{name}" for name in (*NAMES, *parts)}
-    variants = [variant for variant in build.find_variants() if variant.name in names]
-    assert len(variants) == len(names)
-    output = tmp_path_factory.mktemp("sm90") / "bundle"
-    build.build(variants, output, jobs=1, cache=build.default_cache())
-    return output / "sm_90a"
+    names = [f"sm90_backward_{name}" for name in (*NAMES, *parts)]
+    return build_kernels(names, tmp_path_factory.mktemp("sm90")) / "sm_90a"
 
 
-CASES = {
-    # Borders inside tiles, at tile borders, and segments shorter than a tile.
-    "packed": Case(H128, (1, 513, 513, 2, 1, 128, 128), ids([packed(100, 156, 1, 200, 56)])),
-    "packed_tiles": Case(
-        H64, (1, 250, 513, 1, 1, 64, 64), ids([packed(192, 58)], [packed(128, 385)])
-    ),
-    "packed_short": Case(H64, (1, 129, 129, 1, 1, 64, 64), ids([packed(*[10] * 12, 9)])),
-    "packed_causal": Case(
-        H128, (2, 250, 250, 4, 2, 128, 128), ids([packed(90, 160), packed(250)], is_causal=True)
-    ),
-    "packed_padded": Case(  # ids of padding are nobody's on the other side
-        H64,
-        (1, 250, 250, 1, 1, 64, 40),
-        ids([[*packed(60, 70), *[-1] * 120]], [[*packed(60, 70), *[-2] * 120]]),
-    ),
-    "one_segment": Case(H128, (1, 129, 250, 1, 1, 128, 128), ids([[7] * 129], [[7] * 250])),
-    "strangers": Case(H64, (1, 64, 127, 1, 1, 64, 56), ids([[1] * 64], [[2] * 127])),
-    "strangers_sinks": Case(
-        H128, (1, 127, 64, 2, 1, 88, 96), ids([[3] + [1] * 126], [[2] * 63 + [3]]), sinks=(0.0, 9.0)
-    ),
-    "one_of_each": Case(H128, (1, 1, 1, 1, 1, 8, 8), ids([[2**31 - 1]])),
-    "lowest_ids": Case(
-        H64, (1, 63, 64, 1, 1, 64, 64), ids([[-(2**31)] * 63], [[0, -(2**31)] * 32])
-    ),
-    "unsorted": Case(
-        H128,
-        (2, 250, 513, 2, 1, 128, 72),
-        ids(
-            [shuffled(250, 3, 0), shuffled(250, 40, 1)], [shuffled(513, 3, 2), shuffled(513, 40, 3)]
-        ),
-    ),
-    "descending": Case(
-        H64, (1, 513, 250, 1, 1, 64, 64), ids([packed(300, 213)[::-1]], [packed(129, 121)[::-1]])
-    ),
-    "everything": Case(
-        H64,
-        (3, 250, 300, 4, 2, 48, 64),
-        ids(
-            [packed(100, 150), shuffled(250, 2, 4), packed(250)],
-            [packed(120, 180), shuffled(300, 2, 5), packed(10, 290)],
-            local_window_size=(70, 40),
-            query_offset=[30, -20, 60],
-            query_seq_lengths=[250, 199, 64],
-            key_value_seq_lengths=[260, 300, 129],
-        ),
-        scale=(0.2, -0.1, 0.1),
-        sinks=(1.0, -3.0, 5.0, 0.0),
-    ),
-    "everything_capped": Case(
-        "f16_h128_segments_capped",
-        (2, 250, 300, 4, 2, 128, 128),
-        ids(
-            [packed(100, 150), shuffled(250, 2, 4)],
-            [packed(120, 180), shuffled(300, 2, 5)],
-            is_causal=True,
-            query_offset=[70, 40],
-            key_value_seq_lengths=[260, 300],
-        ),
-        scale=(0.5, -0.3),
-        cap=20.0,
-        sinks=(1.0, -3.0, 15.0, 0.0),
-    ),
-    "packed_capped": Case(
-        "f16_h128_segments_capped",
-        (1, 513, 513, 1, 1, 64, 64),
-        ids([packed(112, 1, 111, 289)], is_causal=True),
-        cap=50.0,
-        gain=20.0,
-    ),
-    "cap_1": Case("f16_h64_window_capped", (1, 250, 250, 2, 1, 64, 64), cap=1.0, gain=3.0),
-    "cap_20": Case(
-        "bf16_h128_window_capped",
-        (1, 250, 129, 1, 1, 96, 96),
-        dict(is_causal=True),
-        cap=20.0,
-        gain=9.0,
-    ),
-    "cap_50": Case(
-        "f16_h64_window_capped",
-        (1, 63, 513, 1, 1, 64, 64),
-        dict(local_window_size=(5, 300)),
-        cap=50.0,
-        gain=30.0,
-    ),
-    "cap_1e4": Case("f16_h64_window_capped", (1, 128, 250, 1, 1, 64, 64), cap=1e4),
-    "cap_1e4_reached": Case(
-        "bf16_h128_window_capped", (1, 127, 128, 1, 1, 128, 128), cap=1e4, gain=3e3
-    ),
-    "cap_below_scores": Case(
-        "bf16_h128_window_capped", (1, 64, 250, 1, 1, 128, 128), cap=1e-3, gain=1e3
-    ),
-    "cap_scales": Case(
-        "f16_h64_window_capped",
-        (3, 129, 200, 1, 1, 64, 64),
-        dict(query_seq_lengths=[129, 0, 64], key_value_seq_lengths=[200, 130, 1]),
-        scale=(-1.0, 0.3, 0.0),
-        cap=5.0,
-        sinks=(2.0,),
-    ),
+CASES = HOPPER_CASES | {
+    name: dataclasses.replace(
+        HOPPER_CASES[name], kernel=kernel, sizes=(*HOPPER_CASES[name].sizes[:5], *head_dims)
+    )
+    for name, kernel, *head_dims in (
+        ("packed_short", H64, 64, 64),
+        ("strangers", H64, 64, 56),
+        ("strangers_sinks", H128, 88, 96),
+        ("everything", H64, 48, 64),
+        ("packed_capped", "f16_h128_segments_capped", 64, 64),
+        ("cap_20", "bf16_h128_window_capped", 96, 96),
+    )
 }
 
 
@@ -235,50 +145,21 @@ def test_gradients_are_right(kernels, name):
     check(CASES[name], run(kernels, CASES[name]))
 
 
-def random_case(seed: int) -> Case:
-    """One of this file's kernels with any sizes and masks that it takes."""
-    random = np.random.default_rng(seed)
-    kernel = NAMES[seed % len(NAMES)]
-    head_dim = int(kernel.split("_")[1][1:])
-    T, S = random.choice([1, 63, 64, 127, 128, 129, 250, 513], 2).tolist()
-    B, K, group = random.integers(1, 3, 3).tolist()
-    masks: dict = {}
-    if random.random() < 0.7:
-        masks["local_window_size"] = tuple(random.integers(0, 300, 2).tolist())
-    if random.random() < 0.5:
-        masks["query_offset"] = random.integers(-T, S + 1, B).tolist()
-    for name, size in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
-        if random.random() < 0.3:
-            masks[name] = random.integers(0, size + 1, B).tolist()
-    if "segments" in kernel:
-        count = random.choice([1, 2, 5, 50])
-        drawn = [[random.integers(0, count, n) for _ in range(B)] for n in (T, S)]
-        if random.random() < 0.6:
-            drawn = [[np.sort(x) for x in side] for side in drawn]
-        masks |= ids(*([x.tolist() for x in side] for side in drawn))
-    return Case(
-        kernel,
-        (B, T, S, group * K, K, head_dim, head_dim - 8 * int(random.integers(3))),
-        masks,
-        scale=tuple((random.choice([-1, 1], B) * random.choice([0.1, 0.3], B)).tolist()),
-        cap=float(random.choice([1, 5, 30])) if "capped" in kernel else None,
-        sinks=tuple(random.normal(0, 3, group * K).tolist()) if random.random() < 0.5 else None,
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(kernels, seed):
-    check(random_case(seed), run(kernels, random_case(seed)))
+    case = random_case(NAMES, seed, most=2)
+    check(case, run(kernels, case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(6, 306, 50))
 def test_many_random_calls(kernels, first):
     for seed in range(first, first + 50):
+        case = random_case(NAMES, seed, most=2)
         try:
-            check(random_case(seed), run(kernels, random_case(seed)))
+            check(case, run(kernels, case))
         except (AssertionError, EmulatorError) as error:
-            raise AssertionError(f"seed {seed}: {random_case(seed)}") from error
+            raise AssertionError(f"seed {seed}: {case}") from error
 
 
 def test_hidden_pairs_may_overflow(kernels, tmp_path):
@@ -307,34 +188,28 @@ def test_hidden_pairs_may_overflow(kernels, tmp_path):
 SCHEDULED = ("packed_causal", "everything", "everything_capped", "cap_20")
 
 
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_every_schedule_gives_the_same(kernels, name):
+def same_with_every_schedule(kernels, name: str, seeds: range) -> None:
     once = run(kernels, CASES[name])
-    for seed in (1, 2):
+    for seed in seeds:
         again = run(kernels, CASES[name], seed=seed)
         for argument, x in once.gradients.items():
             assert again.gradients[argument].tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_every_schedule_gives_the_same(kernels, name):
+    same_with_every_schedule(kernels, name, range(1, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_fifty_schedules_give_the_same(kernels, name):
-    once = run(kernels, CASES[name])
-    for seed in range(3, 53):
-        again = run(kernels, CASES[name], seed=seed)
-        for argument, x in once.gradients.items():
-            assert again.gradients[argument].tobytes() == x.tobytes()
+    same_with_every_schedule(kernels, name, range(3, 53))
 
 
 # ---- work that segments save ---------------------------------------------------------------------
 
-CONSUMER_WARP = 4  # the first one
-
-
-def executed(found: Outcome, instruction: str) -> int:
-    """How often a consumer warp executed instructions whose names start like this."""
-    counts = found.trace["warps"][CONSUMER_WARP]
-    return sum(n for name, n in counts.items() if name.startswith(instruction))
+CONSUMER = [4]  # the first warp of them
 
 
 def products(found: Outcome) -> int:
@@ -342,7 +217,7 @@ def products(found: Outcome) -> int:
 
     Of 32 wgmmas each: 8 for S, dP and dQ, 4 for dV and dK.
     """
-    return executed(found, "wgmma.mma_async") // 32
+    return executed(found.trace, CONSUMER, "wgmma.mma_async") // 32
 
 
 def test_tiles_of_other_segments_are_skipped(kernels):
@@ -361,7 +236,7 @@ def test_clear_tiles_compare_no_ids(kernels):
     compared = {}
     for name, queries in (("clear", [0] * 512), ("unclear", [0] * 100 + [1] + [0] * 411)):
         found = run(kernels, Case(H128, sizes, ids([queries], [[0] * 128])))
-        compared[name] = executed(found, "ld.global.nc") // 18
+        compared[name] = executed(found.trace, CONSUMER, "ld.global.nc") // 18
     assert compared == {"clear": 0, "unclear": 2}
 
 

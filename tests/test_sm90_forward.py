@@ -8,39 +8,35 @@ One SM makes every CTA take several tiles, so that all rings go round. The race 
 along. What calls without these features do is in test_emulator_sm90.py.
 """
 
-import dataclasses
-import json
 import pathlib
 
 import numpy as np
 import oracle
 import pytest
-from emulator import EmulatorError, launch_kernel
+from emulator import EmulatorError
 from kernel_problems import (
+    H64,
+    H128,
+    HOPPER_CASES,
     SEGMENT_IDS,
     Case,
+    ForwardResults,
     attention,
-    blank,
+    build_kernels,
+    check_forward,
+    executed,
     float32_literal,
+    forward_operands,
     ids,
     inputs,
-    integers,
+    launch_forward,
     mutant_of,
     packed,
-    shuffled,
+    random_case,
     symbols,
 )
 
-from kernels import build
-
 pytestmark = [pytest.mark.dsl, pytest.mark.emulator]
-
-
-@dataclasses.dataclass
-class Outcome:
-    out: np.ndarray
-    lse: np.ndarray
-    trace: dict
 
 
 def run(
@@ -49,171 +45,40 @@ def run(
     bounds: np.ndarray | None = None,
     query: np.ndarray | None = None,
     **options,
-) -> Outcome:
+) -> ForwardResults:
     """Launches the case's kernel of a bundle's directory, with NaN in all padding.
 
     ``bounds`` and ``query`` take the place of `oracle.segment_bounds`'s and the case's own.
     """
-    B, T, _, N, _, H, Hv = case.sizes
-    arrays = {name: blank(case, name, x, np.nan) for name, x in inputs(case).items()}
+    operands = forward_operands(case, bounds)
     if query is not None:
-        arrays["query"] = query
-    operands: dict[str, np.ndarray | None] = {
-        **{name: arrays[name] for name in ("query", "key", "value")},
-        **integers(case),
-        "out": np.full((B, T, N, Hv), np.nan, case.dtype),
-        "lse": np.full((B, T, N), np.nan, np.float32),
-        "scale": np.array(case.scale or [H**-0.5] * B, np.float32),
-        "sinks": None,
-        "segment_bounds": None,
-    }
-    if case.sinks is not None:
-        operands["sinks"] = np.broadcast_to(np.array(case.sinks, np.float32), (B, N)).copy()
-    if operands[SEGMENT_IDS[0]] is not None:
-        tight = oracle.segment_bounds(*(operands[name] for name in SEGMENT_IDS))
-        operands["segment_bounds"] = tight if bounds is None else bounds
-    result = launch_kernel(
-        directory,
-        f"sm90_forward_{case.kernel}",
-        operands,
-        symbols(case),
-        num_sms=1,
-        **{"races": True, "trace": True, "threads": 1, **options},
-    )
-    trace = json.loads(result.trace) if result.trace else {}
-    return Outcome(operands["out"], operands["lse"], trace)
+        operands["query"] = query
+    name = f"sm90_forward_{case.kernel}"
+    return launch_forward(directory, name, operands, symbols(case), num_sms=1, **options)
 
 
-def check(case: Case, found: Outcome) -> None:
-    """The accuracy rule; exact zeros where nothing is seen; lse within the tanh's error."""
-    exact, rounded = attention(case)
-    outs = [np.concatenate([a.out for a in each]) for each in (exact, rounded)]
-    oracle.assert_accurate("out", found.out, *outs)
-    lse = np.concatenate([a.lse for a in exact])
-    np.testing.assert_array_equal(found.out[lse == -np.inf], 0)
-    tolerance = 4e-6 + 1.5e-6 * (case.cap or 0)
-    np.testing.assert_allclose(found.lse, lse, rtol=2e-6, atol=tolerance)
+def check(case: Case, found: ForwardResults) -> None:
+    """The accuracy rule; lse within the tanh's error."""
+    check_forward(case, found, rtol=2e-6, atol=4e-6 + 1.5e-6 * (case.cap or 0))
 
 
 # ---- values --------------------------------------------------------------------------------------
 
-H128, H64, H96 = "bf16_h128_segments", "f16_h64_segments", "f16_h96_segments"
+SEGMENTS = (H128, H64, "f16_h96_segments")
 CAPPED_SEGMENTS = ("bf16_h64_segments_capped", "f16_h128_segments_capped")
 CAPPED = ("bf16_h96_window_capped", "f16_h64_window_capped", "bf16_h128_window_capped")
 PLAIN = ("bf16_h128_causal", "f16_h64_full")
-NAMES = (H128, H64, H96, *CAPPED_SEGMENTS, *CAPPED, *PLAIN)
+NAMES = (*SEGMENTS, *CAPPED_SEGMENTS, *CAPPED, *PLAIN)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> pathlib.Path:
-    """This file's kernels, from the build's own cache where they have not changed."""
-    names = {f"sm90_forward_{name}" for name in NAMES}
-    variants = [variant for variant in build.find_variants() if variant.name in names]
-    assert len(variants) == len(NAMES)
-    output = tmp_path_factory.mktemp("sm90") / "bundle"
-    build.build(variants, output, jobs=1, cache=build.default_cache())
-    return output / "sm_90a"
+    """The directory of this file's kernels."""
+    names = [f"sm90_forward_{name}" for name in NAMES]
+    return build_kernels(names, tmp_path_factory.mktemp("sm90")) / "sm_90a"
 
 
-CASES = {
-    # Borders inside tiles, at tile borders, and segments shorter than a tile.
-    "packed": Case(H128, (1, 513, 513, 2, 1, 128, 128), ids([packed(100, 156, 1, 200, 56)])),
-    "packed_tiles": Case(
-        H64, (1, 250, 513, 1, 1, 64, 64), ids([packed(192, 58)], [packed(128, 385)])
-    ),
-    "packed_short": Case(H96, (1, 129, 129, 1, 1, 96, 96), ids([packed(*[10] * 12, 9)])),
-    "packed_causal": Case(
-        H128, (2, 250, 250, 4, 2, 128, 128), ids([packed(90, 160), packed(250)], is_causal=True)
-    ),
-    "packed_padded": Case(  # ids of padding are nobody's on the other side
-        H64,
-        (1, 250, 250, 1, 1, 64, 40),
-        ids([[*packed(60, 70), *[-1] * 120]], [[*packed(60, 70), *[-2] * 120]]),
-    ),
-    "one_segment": Case(H128, (1, 129, 250, 1, 1, 128, 128), ids([[7] * 129], [[7] * 250])),
-    "strangers": Case(H96, (1, 64, 127, 1, 1, 88, 96), ids([[1] * 64], [[2] * 127])),
-    "strangers_sinks": Case(
-        H64, (1, 127, 64, 2, 1, 64, 64), ids([[3] + [1] * 126], [[2] * 63 + [3]]), sinks=(0.0, 99.0)
-    ),
-    "one_of_each": Case(H128, (1, 1, 1, 1, 1, 8, 8), ids([[2**31 - 1]])),
-    "lowest_ids": Case(
-        H64, (1, 63, 64, 1, 1, 64, 64), ids([[-(2**31)] * 63], [[0, -(2**31)] * 32])
-    ),
-    "unsorted": Case(
-        H128,
-        (2, 250, 513, 2, 1, 128, 72),
-        ids(
-            [shuffled(250, 3, 0), shuffled(250, 40, 1)], [shuffled(513, 3, 2), shuffled(513, 40, 3)]
-        ),
-    ),
-    "descending": Case(
-        H64, (1, 513, 250, 1, 1, 64, 64), ids([packed(300, 213)[::-1]], [packed(129, 121)[::-1]])
-    ),
-    "everything": Case(
-        H96,
-        (3, 250, 300, 4, 2, 96, 80),
-        ids(
-            [packed(100, 150), shuffled(250, 2, 4), packed(250)],
-            [packed(120, 180), shuffled(300, 2, 5), packed(10, 290)],
-            local_window_size=(70, 40),
-            query_offset=[30, -20, 60],
-            query_seq_lengths=[250, 199, 64],
-            key_value_seq_lengths=[260, 300, 129],
-        ),
-        scale=(0.2, -0.1, 0.1),
-        sinks=(1.0, -3.0, 5.0, 0.0),
-    ),
-    "everything_capped": Case(
-        "f16_h128_segments_capped",
-        (2, 250, 300, 4, 2, 128, 128),
-        ids(
-            [packed(100, 150), shuffled(250, 2, 4)],
-            [packed(120, 180), shuffled(300, 2, 5)],
-            is_causal=True,
-            query_offset=[70, 40],
-            key_value_seq_lengths=[260, 300],
-        ),
-        scale=(0.5, -0.3),
-        cap=20.0,
-        sinks=(1.0, -3.0, 15.0, 0.0),
-    ),
-    "packed_capped": Case(
-        "bf16_h64_segments_capped",
-        (1, 513, 513, 1, 1, 64, 64),
-        ids([packed(112, 1, 111, 289)], is_causal=True),
-        cap=50.0,
-        gain=20.0,
-    ),
-    "cap_1": Case("f16_h64_window_capped", (1, 250, 250, 2, 1, 64, 64), cap=1.0, gain=3.0),
-    "cap_20": Case(
-        "bf16_h96_window_capped",
-        (1, 250, 129, 1, 1, 96, 96),
-        dict(is_causal=True),
-        cap=20.0,
-        gain=9.0,
-    ),
-    "cap_50": Case(
-        "f16_h64_window_capped",
-        (1, 63, 513, 1, 1, 64, 64),
-        dict(local_window_size=(5, 300)),
-        cap=50.0,
-        gain=30.0,
-    ),
-    "cap_1e4": Case("f16_h64_window_capped", (1, 128, 250, 1, 1, 64, 64), cap=1e4),
-    "cap_1e4_reached": Case(
-        "bf16_h128_window_capped", (1, 127, 128, 1, 1, 128, 128), cap=1e4, gain=3e3
-    ),
-    "cap_below_scores": Case(
-        "bf16_h128_window_capped", (1, 64, 250, 1, 1, 128, 128), cap=1e-3, gain=1e3
-    ),
-    "cap_scales": Case(
-        "f16_h64_window_capped",
-        (3, 129, 200, 1, 1, 64, 64),
-        dict(query_seq_lengths=[129, 0, 64], key_value_seq_lengths=[200, 130, 1]),
-        scale=(-1.0, 0.3, 0.0),
-        cap=5.0,
-        sinks=(2.0,),
-    ),
+CASES = HOPPER_CASES | {
     "sinks": Case(
         "bf16_h128_causal",
         (2, 250, 250, 4, 1, 128, 128),
@@ -238,52 +103,21 @@ def test_values_are_right(kernels, name):
     check(CASES[name], run(kernels, CASES[name]))
 
 
-def random_case(seed: int) -> Case:
-    """One of this file's kernels with any sizes and masks that it takes."""
-    random = np.random.default_rng(seed)
-    kernel = NAMES[seed % len(NAMES)]
-    head_dim = int(kernel.split("_")[1][1:])
-    T, S = random.choice([1, 63, 64, 127, 128, 129, 250, 513], 2).tolist()
-    B, K, group = random.integers(1, 4, 3).tolist()
-    masks: dict = {}
-    if "causal" in kernel:
-        masks["is_causal"] = True
-    elif "full" not in kernel and random.random() < 0.7:
-        masks["local_window_size"] = tuple(random.integers(0, 300, 2).tolist())
-    if "full" not in kernel and random.random() < 0.5:
-        masks["query_offset"] = random.integers(-T, S + 1, B).tolist()
-    for name, size in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
-        if random.random() < 0.3:
-            masks[name] = random.integers(0, size + 1, B).tolist()
-    if "segments" in kernel:
-        count = random.choice([1, 2, 5, 50])
-        drawn = [[random.integers(0, count, n) for _ in range(B)] for n in (T, S)]
-        if random.random() < 0.6:
-            drawn = [[np.sort(x) for x in side] for side in drawn]
-        masks |= ids(*([x.tolist() for x in side] for side in drawn))
-    return Case(
-        kernel,
-        (B, T, S, group * K, K, head_dim, head_dim - 8 * int(random.integers(3))),
-        masks,
-        scale=tuple((random.choice([-1, 1], B) * random.choice([0.1, 0.3], B)).tolist()),
-        cap=float(random.choice([1, 5, 30])) if "capped" in kernel else None,
-        sinks=tuple(random.normal(0, 3, group * K).tolist()) if random.random() < 0.5 else None,
-    )
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_random_calls(kernels, seed):
-    check(random_case(seed), run(kernels, random_case(seed)))
+    case = random_case(NAMES, seed, most=3)
+    check(case, run(kernels, case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(10, 310, 50))
 def test_many_random_calls(kernels, first):
     for seed in range(first, first + 50):
+        case = random_case(NAMES, seed, most=3)
         try:
-            check(random_case(seed), run(kernels, random_case(seed)))
+            check(case, run(kernels, case))
         except (AssertionError, EmulatorError) as error:
-            raise AssertionError(f"seed {seed}: {random_case(seed)}") from error
+            raise AssertionError(f"seed {seed}: {case}") from error
 
 
 @pytest.mark.parametrize("name", ["packed_causal", "everything", "everything_capped", "cap_20"])
@@ -309,18 +143,12 @@ def test_visible_nan_stays_visible(kernels):
 
 # ---- work that segments save ---------------------------------------------------------------------
 
-CONSUMER_WARP = 4  # the first one
+CONSUMER = [4]  # the first warp of them
 
 
-def executed(found: Outcome, instruction: str) -> int:
-    """How often a consumer warp executed instructions whose names start like this."""
-    counts = found.trace["warps"][CONSUMER_WARP]
-    return sum(n for name, n in counts.items() if name.startswith(instruction))
-
-
-def products(found: Outcome) -> int:
+def products(found: ForwardResults) -> int:
     """Key tiles of head_dim 128 that the warp's products met: 8 wgmmas for scores, 8 for out."""
-    return executed(found, "wgmma.mma_async") // 16
+    return executed(found.trace, CONSUMER, "wgmma.mma_async") // 16
 
 
 def test_tiles_of_other_segments_are_skipped(kernels):
@@ -339,7 +167,8 @@ def test_clear_tiles_compare_no_ids(kernels):
     compared = {}
     for name, keys in (("clear", [0] * 512), ("unclear", [0] * 100 + [1] + [0] * 411)):
         found = run(kernels, Case(H128, sizes, ids([[0] * 128], [keys])))
-        compared[name] = executed(found, "ld.global.nc") // 34  # 32 keys' ids and two rows'
+        # Of 32 keys and two rows.
+        compared[name] = executed(found.trace, CONSUMER, "ld.global.nc") // 34
     assert compared == {"clear": 1, "unclear": 2}
 
 
