@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.experimental import primitives as prims
 
 from .abi import SEGMENT_ROWS
@@ -109,6 +109,12 @@ class Problem:
     window_left: Int32
     window_right: Int32
     logits_soft_cap: Float32
+
+    def is_causal(self, kind: MaskKind) -> bool | Boolean:
+        """Whether rows see more keys the later they are; traced if the kind leaves it open."""
+        if kind.left:  # causal calls with segments or a soft cap have such a kind
+            return (self.window_left >= UNLIMITED) & (self.window_right < UNLIMITED)
+        return kind.right
 
 
 @dataclasses.dataclass(frozen=True)

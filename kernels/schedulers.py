@@ -6,6 +6,7 @@ import dataclasses
 
 import cutlass
 from cutlass import Boolean, Int32
+from cutlass.experimental import primitives as prims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,9 @@ class TileOrder:
     under a causal mask, the pair of row tiles j and row_tiles - 1 - j: their lengths add up to the
     same for every j, which balances the CTAs without a counter in memory. (Longest-first orders
     balance better, but only if they mix many heads, whose keys and values then fall out of L2.)
+    Heads start at different items: were num_ctas a multiple of a head's items (132 CTAs, 22 row
+    tiles of 192 queries at T = 4096), a CTA would take the same item of all heads, and the one
+    whose item crosses a segment's border, say, would finish last by far.
 
     Attributes:
       paired: whether an item is a pair; two steps an item then. Traced where the kernel learns only
@@ -50,12 +54,23 @@ class TileOrder:
 
     def tile(self, step: Int32) -> tuple[Int32, Int32, Boolean]:
         """(row tile, head, whether there is one) of a step; the longer tile of a pair first."""
+        step, items_per_head = opaque(step), opaque(self.items_per_head())
         item = self.choose(step // 2, step) * self.num_ctas + self.cta
-        head, j = item // self.items_per_head(), item % self.items_per_head()
+        head = item // items_per_head
+        j = (item + head + head // 4) % items_per_head
         longer = self.row_tiles - 1 - j
         first = self.choose(step % 2 == 0, Boolean(True))
         # The middle one of an odd number is its own partner.
         return Int32(cutlass.select_(first, longer, j)), head, first | (j != longer)
+
+
+def opaque(x: Int32) -> Int32:
+    """``x``, of which the compiler does not know that it is the same each time.
+
+    So it computes what follows from it where that is needed, and keeps it in no registers of loops
+    in between.
+    """
+    return prims.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def longest_first(

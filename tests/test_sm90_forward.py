@@ -54,7 +54,8 @@ def run(
     if query is not None:
         operands["query"] = query
     name = f"sm90_forward_{case.kernel}"
-    return launch_forward(directory, name, operands, symbols(case), num_sms=1, **options)
+    options = {"num_sms": 1, **options}
+    return launch_forward(directory, name, operands, symbols(case), **options)
 
 
 def check(case: Case, found: ForwardResults) -> None:
@@ -139,6 +140,31 @@ def test_visible_nan_stays_visible(kernels):
     assert np.isnan(found.out[0, 7].astype(np.float32)).all()
     others = np.delete(np.arange(case.sizes[1]), 7)
     assert found.out[0, others].tobytes() == clean.out[0, others].tobytes()
+
+
+# ---- who does what -------------------------------------------------------------------------------
+
+UNEVEN = {
+    "half the rows are padding": Case(
+        "f16_h64_full", (1, 384, 128, 4, 4, 64, 64), {"query_seq_lengths": [192]}
+    ),
+    "half the rows see twice the keys": Case(
+        H64, (1, 384, 384, 4, 4, 64, 64), ids([packed(192, 192)], [packed(128, 256)])
+    ),
+    "causal": Case("bf16_h128_causal", (1, 512, 512, 1, 1, 128, 128), {"is_causal": True}),
+    "causal, known at run time alone": Case(
+        "f16_h64_window_capped", (1, 768, 768, 1, 1, 64, 64), {"is_causal": True}, cap=5.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ctas_have_equal_work(kernels, name):
+    """Of two CTAs, where the row tiles of a head do not, and there are as many or twice as many."""
+    found = run(kernels, UNEVEN[name], num_sms=2)
+    check(UNEVEN[name], found)
+    assert found.trace["ctas"] == 2
+    assert found.trace["mma_flop_of_busiest_cta"] == found.trace["mma_flop"] / 2
 
 
 # ---- work that segments save ---------------------------------------------------------------------

@@ -3,6 +3,8 @@
 // A cycle model can be laid over these numbers.
 #include "trace.h"
 
+#include <algorithm>
+
 namespace emulator {
 
 void Trace::add(const Cluster& cluster) {
@@ -25,6 +27,7 @@ void Trace::add(const Cluster& cluster) {
     total_.wgmma += c.wgmma;
     total_.tensor_mma += c.tensor_mma;
     total_.mma_flop += c.mma_flop;
+    busiest_ = std::max(busiest_, c.mma_flop);
   }
 }
 
@@ -40,7 +43,7 @@ std::string Trace::json(double seconds) const {
       {"tma_bytes_loaded", total_.tma_loaded}, {"tma_bytes_stored", total_.tma_stored},
       {"bulk_bytes_copied", total_.bulk_copied}, {"tensor_memory_bytes_read", total_.tensor_read},
       {"tensor_memory_bytes_written", total_.tensor_written}, {"wgmma", total_.wgmma}, {"tcgen05_mma", total_.tensor_mma},
-      {"mma_flop", total_.mma_flop}};
+      {"mma_flop", total_.mma_flop}, {"mma_flop_of_busiest_cta", busiest_}};
   for (const auto& [name, value] : fields) out += format(",\n  \"%s\": %llu", name, static_cast<unsigned long long>(value));
   out += ",\n  \"warps\": [";
   for (size_t w = 0; w < warps_.size(); ++w) {

@@ -19,6 +19,7 @@ class Trace {
   const Program& program_;
   std::vector<std::vector<uint64_t>> warps_;  // [warp of the CTA][instruction], summed over CTAs
   Counters total_;
+  uint64_t busiest_ = 0;  // mma_flop of the CTA that has most
   uint64_t ctas_ = 0;
 };
 

@@ -79,11 +79,9 @@ from cutlass.experimental import primitives as prims
 
 from .. import abi
 from ..masks import (
-    CAUSAL,
     FULL,
     KINDS,
     SEGMENTS,
-    UNLIMITED,
     WINDOW,
     MaskKind,
     Problem,
@@ -383,10 +381,7 @@ class Forward:
         rows = self.ctas * STAGES * TILE
         row_tiles = (call.problem.num_queries + (rows - 1)) // rows
         packs = call.problem.batch_size * call.packs()
-        causal = self.kind is CAUSAL
-        if self.kind.left:  # causal calls with segments or a soft cap come here
-            left, right = call.problem.window_left, call.problem.window_right
-            causal = (left >= UNLIMITED) & (right < UNLIMITED)
+        causal = call.problem.is_causal(self.kind)
         return TileOrder(causal, row_tiles, packs, num_ctas // self.ctas, cta // self.ctas)
 
     def work(self, call: Call, row_tile: Int32, head_pack: Int32) -> Work:

@@ -49,7 +49,6 @@ from cutlass.experimental import primitives as prims
 
 from .. import abi
 from ..masks import (
-    CAUSAL,
     KINDS,
     SEGMENTS,
     WINDOW,
@@ -61,7 +60,7 @@ from ..masks import (
     load_or,
 )
 from ..pipelines import Ring, keep_rows, load_boxes, wait
-from ..schedulers import TileOrder
+from ..schedulers import TileOrder, opaque
 from ..softmax import (
     LOG2_E,
     OnlineSoftmax,
@@ -252,7 +251,7 @@ class Forward:
         problem = call.problem
         row_tiles = (problem.num_queries + (self.tile_m - 1)) // self.tile_m
         num_heads = problem.batch_size * problem.num_heads
-        return TileOrder(self.kind is CAUSAL, row_tiles, num_heads, num_ctas, cta)
+        return TileOrder(problem.is_causal(self.kind), row_tiles, num_heads, num_ctas, cta)
 
     # Producer: one warp.
 
@@ -345,7 +344,8 @@ class Forward:
         problem = call.problem
         order = self.order(call)
         qk, pv = self.products()
-        qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
+        # Only the thread's warpgroup matters, and this one the compiler knows to be uniform.
+        qk_thread, pv_thread = (mma.get_slice(consumer * WARPGROUP) for mma in (qk, pv))
         value_transposed = cute.make_tensor(
             self.value_tiles.iterator, cute.select(self.value_tiles.layout, mode=[1, 0, 2])
         )
@@ -427,9 +427,11 @@ class Forward:
                     self.value_ring.release(k)
                     k += 1
 
-                self.epilogue(
-                    call, output, softmax, visibility, (head, first_row, batch), thread, consumer
-                )
+                # Once more, and not kept in registers through the loops.
+                row_tile, batch_head, _ = order.tile(step)
+                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
+                place = (head, row_tile * self.tile_m, batch)
+                self.epilogue(call, output, softmax, visibility, place, thread, consumer)
         if consumer == 0:  # take back the turn that is left over
             prims.barrier_cta_sync_aligned(TURN_BARRIER, thread_count=2 * WARPGROUP)
         if thread % WARPGROUP == 0:
@@ -506,11 +508,8 @@ class Forward:
         """Normalises, writes lse from registers and out through shared memory and TMA."""
         head, first_row, batch = place
         problem = call.problem
-        # Copied out of the compiler's sight: all addresses below follow from it, would be computed
-        # once per CTA, and occupy registers in the main loops.
-        thread = prims.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread % WARPGROUP]
-        )
+        # All addresses below follow from it.
+        thread = opaque(thread % WARPGROUP)
         row, _ = fragment_origin(thread)
         row += first_row + 64 * consumer
         sink = load_or(call.sinks, batch * problem.num_heads + head, -Float32.inf)
@@ -568,12 +567,12 @@ class Forward:
 def variants() -> list[Forward]:
     """All forward kernels, with the tiles that measured best (NOTES.md)."""
     tiles = {64: (3, 128), 96: (3, 96), 128: (2, 128)}
-    kernels = []
-    for dtype in DTYPES:
-        for head_dim, (consumers, tile_n) in tiles.items():
-            kernels += [Forward(dtype, head_dim, kind, False, consumers, tile_n) for kind in KINDS]
-            kernels.append(Forward(dtype, head_dim, WINDOW, True, consumers, tile_n))
-            # Ids of 128 keys and their tanh are more than 160 registers hold.
-            tile_n = 112 if head_dim == 64 else tile_n
-            kernels.append(Forward(dtype, head_dim, SEGMENTS, True, consumers, tile_n))
-    return kernels
+    return [
+        Forward(dtype, head_dim, kind, capped, consumers, tile_n)
+        for dtype in DTYPES
+        for head_dim, (consumers, tile_n) in tiles.items()
+        for kind, capped in (
+            *((kind, False) for kind in KINDS),
+            *((kind, True) for kind in (WINDOW, SEGMENTS)),
+        )
+    ]
