@@ -98,6 +98,18 @@ def excuse(operation: str, mutant: Mutant) -> str:
     def find_back(pattern: str) -> int:
         return next((i for i in range(here - 1, -1, -1) if re.search(pattern, lines[i])), -1)
 
+    def paces(wait: int) -> bool:
+        """Whether this is the Hopper backward's wait between dV and dK."""
+        if operation != "backward" or "wgmma.wait_group" not in lines[wait]:
+            return False
+        second = find(r"wgmma\.wait_group", wait + 1)
+        between = "\n".join(lines[wait + 1 : second])
+        steps = re.findall(r"mbarrier\.arrive|wgmma\.commit_group|\bbar\.|\bst", between)
+        last = find(r"wgmma\.wait_group\S*\s+0", second + 1)
+        return steps == ["mbarrier.arrive", "wgmma.commit_group"] and last < find(
+            r"mbarrier\.arrive", second + 1
+        )
+
     if mutant.kind in ("fence.proxy", "warp.sync"):
         arrival = find(r"mbarrier\.arrive|\b(bar|barrier)\.(sync|arrive)", here)
         same = _DELETED[mutant.kind]
@@ -141,13 +153,19 @@ def excuse(operation: str, mutant: Mutant) -> str:
                 "Since the wgmma.fence before it no instruction but wgmma has accessed a register "
                 "of the products that follow."
             )
+    if mutant.kind == "wgmma.wait" and paces(here):
+        return (
+            "dK waits for dV to pace the tensor cores. The release of the dout ring in between "
+            "frees nothing yet: the producer waits for the query ring's first, which comes when "
+            "all products are done."
+        )
     if mutant.kind == "wgmma.commit":
         # Its products join the next group. `later` groups follow before the wait that ends them.
         later = 0
-        for line in lines[here + 1 :]:
-            later += "wgmma.commit_group" in line
-            wait = re.search(r"wgmma\.wait_group\S*\s+(\d+)", line)
-            if wait and int(wait[1]) <= later:
+        for i in range(here + 1, len(lines)):
+            later += "wgmma.commit_group" in lines[i]
+            wait = re.search(r"wgmma\.wait_group\S*\s+(\d+)", lines[i])
+            if wait and int(wait[1]) <= later and not paces(i):
                 if int(wait[1]) < later:
                     return "The wait that covers its group covers the next group, which it joins."
                 break

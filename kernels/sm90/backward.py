@@ -25,7 +25,7 @@ and P (1 - t^2) take S's registers, each rounded to 16 bits, before dP is there;
 before dS.
 
 With tiles of 80 queries S(i+1) is issued right after dQ(i) has left its registers, behind dK(i).
-At 64 queries x head_dim 128 the registers allow dV(i) before dS is computed.
+At 64 queries x head_dim 128 dK(i) is issued when dV(i) is done.
 
 Barriers
     key_full, value_full   producer -> consumers, once
@@ -142,9 +142,10 @@ class Backward:
         self.row_stride = -(-self.tile_m // 32) * 32  # TMA writes to multiples of 128 bytes
         self.threads = 128 * (1 + CONSUMERS)
         self.blocks = head_dim // BLOCK
-        # dV starts before dS is computed where P fits the registers both rounded and not, and with
-        # a soft cap, where it is there rounded only.
-        self.early_dv = capped or (head_dim == 128 and self.tile_m == 64)
+        # With a soft cap P is there rounded only, and dV starts before dS is computed.
+        self.early_dv = capped
+        # dK waits for dV instead of queueing behind it: faster here alone (NOTES.md).
+        self.dk_after_dv = head_dim == 128 and self.tile_m == 64 and not capped
         # The next tile's S starts while dK runs. Pays where the tile is large enough; ptxas finds
         # no spill-free code for 80 queries without it, nor unserialised code for more overlap.
         self.prefetch = self.layout.transposed
@@ -698,9 +699,13 @@ class Backward:
                 self.mma(acc_dq, k_columns, ds_rows, a_major=MN, zero=True)
             else:
                 self.mma(acc_dq, ds_rows, k_columns, b_major=MN, zero=True)
+        if cutlass.const_expr(self.dk_after_dv):
+            warpgroup.wait_group(1)  # dV
+            self.dout_ring.release(i)
         self.mma(acc_dk, ds16, q_columns, b_major=MN)
-        warpgroup.wait_group(1)  # dV, dQ
-        self.dout_ring.release(i)
+        warpgroup.wait_group(1)  # dQ, and so dV
+        if cutlass.const_expr(not self.dk_after_dv):
+            self.dout_ring.release(i)
 
         cute.arch.barrier(barrier_id=NAMED_DQ_EMPTY + w, number_of_threads=128 + 32)
         place = cute.make_tensor(
