@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +37,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fa4_jax import custom_calls, segments, xla
 from fa4_jax.spec import AttentionSpec, Operands
-
-# Stands for a traced scale of exactly 0 where its gradient is wanted: the kernels multiply dq by
-# the scale, and the gradient of the scale divides by it again. Small enough to change no
-# probability at the precision of the type, large enough that dq does not underflow in it.
-_TINY_SCALE = {"bfloat16": 2.0**-60, "float16": 2.0**-10}
-
 
 _WRONG_PLATFORM = {
     "cuda": (
@@ -270,7 +264,7 @@ def _tangent_transpose(cotangents, *leaves, call: _Call, structure):
     if dout is None and dlse is None:
         return [None] * len(leaves)
     dout = jnp.zeros_like(out) if dout is None else dout
-    gradients = _gradients(call, inputs, _Saved(out, lse, dout, dlse), moving.keys())
+    gradients = _gradients(call, frozenset(moving), inputs, _Saved(out, lse, dout, dlse))
     return [None] * (len(leaves) - len(moving)) + jax.tree.leaves(gradients)
 
 
@@ -297,8 +291,9 @@ ad.primitive_transposes[_tangent_p] = _tangent_transpose
 batching.primitive_batchers[_tangent_p] = _tangent_batched
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _gradients(
-    call: _Call, inputs: _Inputs, saved: _Saved, wanted: Set[str]
+    call: _Call, wanted: frozenset[str], inputs: _Inputs, saved: _Saved
 ) -> dict[str, jax.Array]:
     """Gradients of the inputs with the wanted names."""
     out, lse, dout, dlse = saved
@@ -312,20 +307,36 @@ def _gradients(
         dsinks = jnp.where(sees, jnp.exp(inputs.sinks[:, None] - lse) * shared, 0)
         found["sinks"] = dsinks.sum(1)
     if wanted - {"sinks"}:
-        scale = inputs.scale
+        query, scale = inputs.query, inputs.scale
+        is_zero = (scale == 0)[:, None, None, None]
         if "scale" in wanted:
-            scale = jnp.where(scale == 0, _TINY_SCALE[inputs.query.dtype.name], scale)
-        dq, dk, dv = _backward(call, inputs._replace(scale=scale, sinks=None), saved)
+            # dq is divided by the scale below. Queries of 0 have the logits that a scale of 0 has.
+            query, scale = jnp.where(is_zero, 0, query), jnp.where(scale == 0, 1, scale)
+        changed = inputs._replace(query=query, scale=scale, sinks=None)
+        dq, dk, dv = _backward(call, changed, saved)
         if "scale" in wanted:
             # dq = scale * sum_j dz_j k_j, hence q . dq = scale * sum_j dz_j (q . k_j), where dz is
             # the cotangent of the logits before the cap.
             product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
             product = jnp.where(sees[..., None], product, 0)
             found["scale"] = jnp.sum(product, axis=(1, 2, 3)) / scale
-            is_zero = (inputs.scale == 0)[:, None, None, None]
-            dq, dk = (jnp.where(is_zero, jnp.zeros_like(x), x) for x in (dq, dk))
+            dq = jnp.where(is_zero, 0, dq)
         found |= {"query": dq, "key": dk, "value": dv}
     return {name: found[name] for name in wanted}
+
+
+def _gradients_jvp(call: _Call, wanted: frozenset[str], primals, tangents):
+    if call.platform is not None:
+        raise NotImplementedError(_FIRST_ORDER_ONLY)
+
+    def by_xla(inputs, saved):
+        found = xla.backward(call.spec(), inputs.operands(), *saved)
+        return {name: getattr(found, name) for name in wanted}
+
+    return jax.jvp(by_xla, primals, tangents)
+
+
+_gradients.defjvp(_gradients_jvp)
 
 
 # --- Batching -------------------------------------------------------------------------------------
@@ -422,11 +433,11 @@ def _axes_names(axes) -> tuple[str, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
-def _localise(shards: _Shards, call: _Call, inputs: _Inputs, group: int):
+def _localise(shards: _Shards, mesh, call: _Call, inputs: _Inputs, whole: _Inputs):
     """One shard's inputs as an attention problem of its own.
 
     Args:
-      group: query heads per kv head of the whole problem.
+      whole: the inputs, or their types, of all shards together.
 
     Returns:
       The inputs, and the index of the one kv head that they read where ``kv_heads`` is not split.
@@ -438,11 +449,16 @@ def _localise(shards: _Shards, call: _Call, inputs: _Inputs, group: int):
             offset = 0 if inputs.query_offset is None else inputs.query_offset
             offset = jnp.broadcast_to(offset + start, inputs.scale.shape).astype(jnp.int32)
             inputs = inputs._replace(query_offset=offset)
-        if inputs.query_seq_lengths is not None:
-            lengths = jnp.clip(inputs.query_seq_lengths - start, 0, length)
+        rows, lengths = whole.query.shape[1], inputs.query_seq_lengths
+        if lengths is None and rows % _axes_size(mesh, shards.time):
+            lengths = jnp.full(inputs.scale.shape, rows, jnp.int32)
+        if lengths is not None:
+            # Past all rows a shard is filled up with anything.
+            lengths = jnp.clip(jnp.minimum(lengths, rows) - start, 0, length)
             inputs = inputs._replace(query_seq_lengths=lengths.astype(jnp.int32))
     kv_head = None
     if shards.heads is not None and shards.kv_heads is None:
+        group = whole.query.shape[2] // whole.key.shape[2]
         kv_head = lax.axis_index(_axes_names(shards.heads)) * num_heads // group
         key, value = (
             lax.dynamic_slice_in_dim(x, kv_head, 1, axis=2) for x in (inputs.key, inputs.value)
@@ -532,31 +548,29 @@ def _without_mesh(function: Callable) -> Callable:
 
 
 def _partition_forward(call: _Call, mesh, arguments, results):
-    (inputs,) = arguments
-    shards = _shards(mesh, inputs)
-    group = inputs.query.shape[2] // inputs.key.shape[2]
+    (whole,) = arguments
+    shards = _shards(mesh, whole)
 
     @_without_mesh
     def local(inputs):
-        inputs, _ = _localise(shards, call, inputs, group)
+        inputs, _ = _localise(shards, mesh, call, inputs, whole)
         return _forward_local(call, inputs)
 
     result_specs = (
         PartitionSpec(shards.batch, shards.time, shards.heads, None),
         PartitionSpec(shards.batch, shards.time, shards.heads),
     )
-    return mesh, local, _named(mesh, result_specs), _named(mesh, (shards.inputs(inputs),))
+    return mesh, local, _named(mesh, result_specs), _named(mesh, (shards.inputs(whole),))
 
 
 def _partition_backward(call: _Call, mesh, arguments, results):
-    inputs, saved = arguments
-    shards = _shards(mesh, inputs)
-    num_kv_heads = inputs.key.shape[2]
-    group = inputs.query.shape[2] // num_kv_heads
+    whole, whole_saved = arguments
+    shards = _shards(mesh, whole)
+    num_kv_heads = whole.key.shape[2]
 
     @_without_mesh
     def local(inputs, saved):
-        inputs, kv_head = _localise(shards, call, inputs, group)
+        inputs, kv_head = _localise(shards, mesh, call, inputs, whole)
         dq, dk, dv = _backward_local(call, inputs, saved)
         # Shards of the query positions, and of the query heads of one kv head, each hold a part
         # of the sum over queries.
@@ -573,12 +587,12 @@ def _partition_backward(call: _Call, mesh, arguments, results):
             dk, dv = (lax.psum(x.astype(jnp.float32), summed).astype(x.dtype) for x in (dk, dv))
         return dq, dk, dv
 
-    query, key, value = shards.inputs(inputs)[:3]
+    query, key, value = shards.inputs(whole)[:3]
     return (
         mesh,
         local,
         _named(mesh, (query, key, value)),
-        _named(mesh, (shards.inputs(inputs), shards.saved(saved))),
+        _named(mesh, (shards.inputs(whole), shards.saved(whole_saved))),
     )
 
 
@@ -626,12 +640,11 @@ def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
         operands: list[Any] = [query, key, value, *saved, *others, bounds]
         return custom_calls.backward(*operands, **call.attributes())
 
-    return call.run(kernels, functools.partial(_backward_by_xla, call), inputs, saved)
+    def fallback(inputs, saved):
+        gradients = xla.backward(call.spec(), inputs.operands(), *saved)
+        return gradients.query, gradients.key, gradients.value
 
-
-def _backward_by_xla(call: _Call, inputs: _Inputs, saved: _Saved):
-    gradients = xla.backward(call.spec(), inputs.operands(), *saved)
-    return gradients.query, gradients.key, gradients.value
+    return call.run(kernels, fallback, inputs, saved)
 
 
 def _keep(rows: jax.Array, x: jax.Array) -> jax.Array:
@@ -665,15 +678,8 @@ def _backward_types(inputs: _Inputs, saved: _Saved):
     return tuple(jax.typeof(x) for x in (inputs.query, inputs.key, inputs.value))
 
 
-def _backward_jvp(call: _Call, primals, tangents):
-    if call.platform is not None:
-        raise NotImplementedError(_FIRST_ORDER_ONLY)
-    return jax.jvp(functools.partial(_backward_by_xla, call), primals, tangents)
-
-
-_forward = _foldable(_partitioned(_forward_local, _partition_forward, _forward_types))
-_backward = jax.custom_jvp(
-    _foldable(_partitioned(_backward_local, _partition_backward, _backward_types)),
-    nondiff_argnums=(0,),
-)
-_backward.defjvp(_backward_jvp)
+# Jitted, else every call outside of a jit would compile its program again. Inlined into others: two
+# calls of one function would be two kernel launches that read as one.
+_jit = functools.partial(jax.jit, static_argnums=0, inline=True)
+_forward = _jit(_foldable(_partitioned(_forward_local, _partition_forward, _forward_types)))
+_backward = _jit(_foldable(_partitioned(_backward_local, _partition_backward, _backward_types)))

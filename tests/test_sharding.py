@@ -121,6 +121,33 @@ def test_jit_without_a_mesh_in_context():
     assert_close(compiled(*sharded), run(*arguments))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_positions_that_the_mesh_does_not_divide(is_causal, with_lengths):
+    """The partitioner fills the last shard up with rows that are no rows."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    query, key, value, _, dout, dlse = problem(8, 4)
+    options = {"query_seq_lengths": jnp.array([16, 3, 0, 14])} if with_lengths else {}
+
+    @jax.jit
+    def run(query, key, value, dout, dlse):
+        def attend(query, key, value):
+            return fa4_jax.dot_product_attention(
+                query[:, :-3], key, value, is_causal=is_causal, return_residual=True, **options
+            )
+
+        results, pullback = jax.vjp(attend, query, key, value)
+        return *results, *pullback((dout[:, :-3], dlse[:, :-3]))
+
+    arguments = query, key, value, dout, dlse
+    specs = [P("x", "y"), P("x"), P("x"), P("x", "y"), P("x", "y")]
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    assert_close(run(*sharded), run(*arguments))
+
+
 @pytest.mark.parametrize(
     ("implementation", "query_spec", "sinks_spec", "axis_type"),
     [

@@ -296,8 +296,6 @@ DERIVATIVES = {
 def test_kernels_refuse_forward_mode_and_second_order(name):
     operands = dict(zip(("query", "key", "value"), problem(), strict=True), sinks=jnp.ones((N,)))
     for operand, x in operands.items():
-        if operand == "sinks" and "grad of grad" in name:
-            continue  # takes two backward calls, neither of which is differentiated
 
         def derivative(x, operand=operand):
             return DERIVATIVES[name](lambda x: KERNELS(**(operands | {operand: x})), x)
@@ -327,6 +325,22 @@ def test_every_derivative_where_xla_may_stand_in(name):
 
     # Each rounds its first derivatives to 16 bits.
     assert_close(derivative(None), derivative("xla"), 2**-7)
+
+
+@pytest.mark.parametrize("name", ["hessian", "grad of grad"])
+def test_second_order_at_a_scale_of_zero_where_xla_may_stand_in(name):
+    operands = [x[:1] for x in problem(dtype=jnp.float16)]
+
+    def derivative(implementation):
+        def function(scale):
+            out = fa4_jax.dot_product_attention(
+                *operands, scale=scale, sinks=jnp.ones((N,)), implementation=implementation
+            ).astype(jnp.float32)
+            return out * jnp.cos(jnp.arange(out.size).reshape(out.shape))
+
+        return jax.jit(lambda x: DERIVATIVES[name](function, x))(jnp.float32(0))
+
+    assert_close(derivative(None), derivative("xla"))
 
 
 def test_forward_mode_equals_reverse_mode_on_xla():
@@ -383,7 +397,38 @@ def test_traced_scale_equals_static_scale_and_has_a_gradient(attention, scale):
     assert_close(also_scale[:2], (dq, dk))
 
 
-# --- Buffers and threads --------------------------------------------------------------------------
+def test_a_scale_of_zero_whose_gradient_is_wanted_changes_no_other():
+    operands = problem(dtype=jnp.float16)
+
+    def all_gradients(implementation):
+        def attend(query, key, value, scale):
+            return fa4_jax.dot_product_attention(
+                4 * query, key, value, scale=scale, implementation=implementation
+            )
+
+        return jax.jit(gradients(attend, (0, 1, 2, 3)))(*operands, jnp.float32(0))
+
+    assert_close(all_gradients(None), all_gradients("xla"), 2**-9)
+
+
+# --- Buffers, caches and threads ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["xla", None, "emulated"])
+def test_calls_outside_of_jit_compile_once(name, caplog, request):
+    if name == "emulated":
+        request.getfixturevalue("built_library")
+    attention = functools.partial(fa4_jax.dot_product_attention, implementation=name)
+    functions = attention, gradients(attention), jax.vmap(gradients(attention))
+
+    def run():
+        for leading, function in zip(((), (), (3,)), functions, strict=True):
+            function(*problem(*leading))
+
+    run()
+    with jax.log_compiles():
+        run()
+    assert not [record for record in caplog.records if "ompil" in record.getMessage()]
 
 
 def test_donated_operands_and_reused_outputs(attention):
