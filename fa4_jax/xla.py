@@ -170,7 +170,7 @@ class _Arrays(NamedTuple):
     key: Any  # [B, K, S, H]
     value: Any  # [B, K, S, Hv]
     bias: Any  # [B|1, K|1, G|1, T|1, S|1]
-    sinks: Any  # [K, G] or [B, K, G]
+    sinks: Any  # [B|1, K, G]
     scale: Any  # [] or [B, 1, 1, 1, 1]
     mask: Any  # as bias, bool
     query_segment_ids: Any  # [B, T]
@@ -238,7 +238,7 @@ def _arrange_floats(floats: dict[str, Array], kv_heads: int) -> dict[str, Array]
             x = x if x.shape[2] != 1 and x.shape[3] != 1 else x.astype(wide)
             arranged[name] = _split_head_axis(x, kv_heads)
         elif name == "sinks":
-            arranged[name] = x.astype(wide).reshape(*x.shape[:-1], kv_heads, -1)
+            arranged[name] = x.astype(wide).reshape(-1, kv_heads, x.shape[-1] // kv_heads)
         else:
             arranged[name] = x.reshape(-1, 1, 1, 1, 1) if x.ndim else x
     return arranged
@@ -375,17 +375,17 @@ def _visible(call: _Call, i: Any, j: Any, tile: dict[str, Array]) -> Array | Non
     def per_batch(x: Array) -> Array:
         return x.reshape(-1, 1, 1, 1, 1)
 
-    rows = i * call.row_tile + jnp.arange(call.row_tile, dtype=jnp.int32)[:, None]
-    keys = j * call.key_tile + jnp.arange(call.key_tile, dtype=jnp.int32)
+    rows = i * call.row_tile + jnp.arange(call.row_tile, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    keys = j * call.key_tile + jnp.arange(call.key_tile, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     conditions = []
     if call.key_tiles * call.key_tile != call.keys:
-        conditions.append((keys < call.keys).reshape(1, 1, 1, 1, -1))
+        conditions.append(keys < call.keys)
     if "query_seq_lengths" in tile:
         conditions.append(rows < per_batch(tile["query_seq_lengths"]))
     if "key_value_seq_lengths" in tile:
         conditions.append(keys < per_batch(tile["key_value_seq_lengths"]))
     if call.spec.has_window:
-        positions = rows[None, None, None]
+        positions = rows
         if "query_offset" in tile:
             positions = positions + per_batch(tile["query_offset"])
         conditions.append(call.spec.in_window(positions, keys))

@@ -162,6 +162,14 @@ def test_values_and_gradients(name, tiling):
                 oracle.assert_accurate(argument, mutant, want[argument], coarse[argument])
 
 
+def test_without_rank_promotion(tiling):
+    """`jax.nn` allows this setting too."""
+    floats, options = make(CASES["everything_bf16"])
+    w, wl = weights(reference(floats, options), dtype=jnp.bfloat16)
+    with jax.numpy_rank_promotion("raise"):
+        value_and_gradients(options, floats, w, wl)
+
+
 def test_oracle_gradients_are_the_derivatives_of_its_values():
     floats, options = make(CASES["everything_bf16"])
     floats = {name: np.asarray(x, np.float64) for name, x in floats.items()}
