@@ -127,9 +127,15 @@ def attention_fn(
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
 
     batch = query.shape[:-3]
+    if not batch == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(
+            "query, key and value must have the same batch axes, got query "
+            f"{list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        )
     if len(batch) > 1:
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        bias, mask = _flatten_batch(bias, batch), _flatten_batch(mask, batch)
+        size = math.prod(batch)
+        query, key, value = (x.reshape(size, *x.shape[-3:]) for x in (query, key, value))
+        bias, mask = _flatten_batch("bias", bias, batch), _flatten_batch("mask", mask, batch)
     out = dot_product_attention(
         query,
         key,
@@ -159,11 +165,17 @@ def _check_precision(precision: Any, options: dict[str, Any]) -> None:
             )
 
 
-def _flatten_batch(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
+def _flatten_batch(name: str, x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
     """Folds the batch axes of a bias or mask that broadcasts to ``[*batch, N, T, S]`` into one."""
     if x is None or x.ndim <= 3:
         return x
     own = x.shape[:-3]
+    sizes = zip(reversed(own), reversed(batch), strict=False)
+    if len(own) > len(batch) or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"{name} must broadcast to [*batch, N, T, S] with batch = {list(batch)}, got "
+            f"{list(x.shape)}"
+        )
     if math.prod(own) == 1:  # broadcasts over the batch, so it need not be stored for each entry
         return x.reshape(1, *x.shape[-3:])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])

@@ -101,6 +101,13 @@ def test_masks_that_broadcast_over_batch_axes(shape):
     ALLCLOSE(actual, linen.dot_product_attention(query, key, value, bias, mask))
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
+def test_two_batch_axes_of_nothing(rows, keys):
+    query, key = jnp.ones((2, 3, rows, HEADS, 8)), jnp.ones((2, 3, keys, HEADS, 8))
+    out = xla(query, key, key, mask=jnp.ones((3, 1, rows, keys)))
+    np.testing.assert_array_equal(out, np.zeros(query.shape))
+
+
 def test_no_batch_axis():
     query, key, value = jax.random.normal(jax.random.key(0), (3, T, HEADS, 8))
     mask = nnx.make_causal_mask(jnp.ones(T))
@@ -260,6 +267,13 @@ def test_refused_values():
         attention_fn(query, query, query, return_residual=True)
     with pytest.raises(TypeError, match="unheard_of"):
         attention_fn(query, query, query, unheard_of=1)
+    # Folded into one axis, these would have the same size.
+    rows, keys = jnp.ones((2, 3, T, HEADS, 8)), jnp.ones((3, 2, T, HEADS, 8))
+    with pytest.raises(ValueError, match=r"same batch axes.*query \[2, 3,.*key \[3, 2,"):
+        attention_fn(rows, keys, rows)
+    for batch in ((2, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"mask must broadcast.*batch = \[2, 3\]"):
+            attention_fn(rows, rows, rows, mask=jnp.ones((*batch, 1, T, T)))
 
 
 @pytest.mark.parametrize(
