@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -18,6 +18,9 @@ _Implementations = Implementation | tuple[Implementation, ...] | None
 _Window = int | tuple[int | None, int | None] | None
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Within these, logits / cap and cap * tanh stay inside float32.
+_SMALLEST_CAP, _LARGEST_CAP = 1e-30, 1e30
 
 
 @overload
@@ -121,12 +124,14 @@ def dot_product_attention(
       local_window_size: (left, right): query i at position `p = i + query_offset` sees key j only
         if `p - left <= j <= p + right`. Neither may be negative; None is no limit; one integer w
         is `(w, w)`.
-      query_segment_ids: `[B, T]` integers; a query sees only keys with its own id.
+      query_segment_ids: `[B, T]` integers, compared as int32; a query sees only keys with its own
+        id.
       key_value_segment_ids: `[B, S]` integers; both arrays or neither.
       query_offset: integer or `[B]` integers, possibly negative: the position of query 0 for
         `is_causal` and `local_window_size`. `S - T` aligns bottom-right, for decoding and
         prefilling in chunks.
-      logits_soft_cap: c > 0 makes logits `c * tanh(logits / c)`, after scale, before bias.
+      logits_soft_cap: c > 0 (1e-30 to 1e30) makes logits `c * tanh(logits / c)`, after scale,
+        before bias.
       sinks: `[N]` floats, one more logit in the softmax denominator of each head; differentiable.
       quantization: None for exact attention; "fp4", "fp4_affine", "fp4_accurate", "nvfp4_fp8",
         "fp8" or a `quantize.QuantizationConfig` for attention in these formats. Query, key and
@@ -211,6 +216,18 @@ def _describe(x: jax.Array) -> str:
     return f"{x.dtype} [{', '.join(map(str, x.shape))}]"
 
 
+def _array(name: str, x: Any, convert: Callable = jnp.asarray) -> Any:
+    try:
+        return convert(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {x!r}") from error
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """Floats of 8 bits and fewer, which no arithmetic of JAX takes, as float32."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x
+
+
 def _check_flag(name: str, flag: Any) -> bool:
     if not isinstance(flag, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False and not traced, got {flag!r}")
@@ -220,7 +237,7 @@ def _check_flag(name: str, flag: Any) -> bool:
 def _check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array, bool]:
     """Returns them with a batch axis, and whether they came with one."""
     arrays: dict[str, Any] = {
-        name: x if isinstance(x, quantize.Quantized) else jnp.asarray(x)
+        name: x if isinstance(x, quantize.Quantized) else _array(name, x)
         for name, x in (("query", query), ("key", key), ("value", value))
     }
     given = ", ".join(f"{name} {_describe(x)}" for name, x in arrays.items())
@@ -268,7 +285,7 @@ def _check_pairwise(name: str, x: Any, full: tuple[Any, ...]) -> jax.Array | Non
     """bias and mask: brings what broadcasts to [B, N, T, S] to four dimensions."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = _array(name, x)
     if name == "mask" and x.dtype != jnp.bool_:
         raise ValueError(
             f"mask must be bool, True where a query sees a key, got {_describe(x)}; what is to be "
@@ -283,12 +300,13 @@ def _check_pairwise(name: str, x: Any, full: tuple[Any, ...]) -> jax.Array | Non
     if not fits:
         allowed = ", ".join(map(str, full))
         raise ValueError(f"{name} must broadcast to [B, N, T, S] = [{allowed}], got {_describe(x)}")
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return x if name == "mask" else _widened(x)
 
 
 def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) -> jax.Array:
     """Lengths, ids and offsets: int32 of the shape `dims`; 3-D calls may leave out the batch."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    x = x if isinstance(x, jax.Array) else _array(name, x, np.asarray)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must have an integer dtype, got {_describe(x)}")
     shape = tuple(dims.values())
@@ -317,12 +335,12 @@ def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) ->
 def _check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
     if sinks is None:
         return None
-    sinks = jnp.asarray(sinks)
+    sinks = _array("sinks", sinks)
     if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
             f"sinks must be [N] = [{num_heads}] of a float dtype, got {_describe(sinks)}"
         )
-    return sinks
+    return _widened(sinks)
 
 
 def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array | None]:
@@ -330,7 +348,7 @@ def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array 
     if scale is None:
         return query.shape[-1] ** -0.5, None
     static = not isinstance(scale, jax.Array)
-    scale = np.asarray(scale) if static else scale
+    scale = _array("scale", scale, np.asarray) if static else scale
     real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
     if scale.ndim or not real:
         raise ValueError(f"scale must be a real scalar, got {_describe(scale)}")
@@ -346,8 +364,11 @@ def _check_soft_cap(cap: Any) -> float | None:
         return None
     # A traced cap has no place: it decides what is computed.
     is_number = isinstance(cap, (int, float, np.number)) and not isinstance(cap, bool)
-    if not (is_number and 0 < cap < math.inf):
-        raise ValueError(f"logits_soft_cap must be a positive finite number or None, got {cap!r}")
+    if not (is_number and _SMALLEST_CAP <= cap <= _LARGEST_CAP):
+        raise ValueError(
+            f"logits_soft_cap must be a positive finite number from {_SMALLEST_CAP} to "
+            f"{_LARGEST_CAP} or None, got {cap!r}"
+        )
     return float(cap)
 
 
@@ -372,7 +393,8 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 def _check_implementation(implementation: Any) -> Any:
     names = implementation if isinstance(implementation, tuple) else (implementation,)
     if implementation is not None and (
-        not names or any(name not in implementations.NAMES for name in names)
+        not names
+        or any(not isinstance(name, str) or name not in implementations.NAMES for name in names)
     ):
         raise ValueError(
             f"implementation must be None, one of {', '.join(map(repr, implementations.NAMES))} or "

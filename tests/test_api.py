@@ -65,14 +65,22 @@ WRONG = [
     ({"query_offset": 1.0}, ["query_offset", "integer"]),
     ({"logits_soft_cap": 0}, ["logits_soft_cap", "positive", "0"]),
     ({"logits_soft_cap": -3.0}, ["logits_soft_cap", "-3.0"]),
+    ({"logits_soft_cap": 1e38}, ["logits_soft_cap", "1e+30", "1e+38"]),
+    ({"logits_soft_cap": 10**400}, ["logits_soft_cap", "1e+30"]),
     ({"sinks": like(2)}, ["sinks", "[N] = [4]", "[2]"]),
     ({"sinks": np.ones(4, int)}, ["sinks", "float"]),
+    ({"sinks": "zero"}, ["sinks must be an array", "'zero'"]),
+    ({"value": None}, ["value must be an array", "None"]),
+    ({"bias": [[1.0], [2.0, 3.0]]}, ["bias must be an array", "[[1.0], [2.0, 3.0]]"]),
+    ({"scale": [[1.0], [2.0, 3.0]]}, ["scale must be an array", "[[1.0], [2.0, 3.0]]"]),
+    ({"query_seq_lengths": [[1], [2, 3]]}, ["query_seq_lengths must be an array"]),
     ({"quantization": []}, ["quantization", "[]"]),
     ({"deterministic": 1}, ["deterministic", "1"]),
     ({"return_residual": 1}, ["return_residual", "1"]),
     ({"implementation": "cudnn"}, ["implementation", "'fa4', 'xla', 'emulated'", "'cudnn'"]),
     ({"implementation": ("xla", "cuda")}, ["implementation", "('xla', 'cuda')"]),
     ({"implementation": ()}, ["implementation", "()"]),
+    ({"implementation": np.array(["xla", "fa4"])}, ["implementation must be", "'xla'"]),
 ]
 
 
@@ -91,6 +99,8 @@ def test_wrong_arguments(arguments, message):
 def test_an_offset_or_cap_that_is_traced_where_it_may_not_be():
     with pytest.raises(ValueError, match="logits_soft_cap must be a positive finite number"):
         jax.jit(lambda c: attend(Q, K, K, logits_soft_cap=c))(3.0)
+    with pytest.raises(ValueError, match="query_seq_lengths must be an array"):
+        jax.jit(lambda a: attend(Q, K, K, query_seq_lengths=[a, a]))(3)
 
 
 # --- Canonical forms ------------------------------------------------------------------------------
@@ -179,6 +189,29 @@ def test_gradients_have_the_dtype_of_their_argument(arrays):
     given = (q, k, v, bias, sinks, scale)
     for gradient, x in zip(jax.eval_shape(jax.grad(loss, range(6)), *given), given, strict=True):
         assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
+def test_floats_of_8_bits_and_fewer(arrays, dtype):
+    """Nothing of JAX promotes them: they are computed with as float32, their gradients are theirs.
+
+    float4_e2m1fn has no infinity, and makes its smallest number of -inf.
+    """
+    rng = np.random.default_rng(1)
+    bias = jnp.asarray(rng.choice([-6, -0.5, 0, 2], (6, 5)), dtype)
+    sinks = jnp.asarray([-6, 0, 1, 2], dtype)
+
+    @jax.jit
+    def run(bias, sinks):
+        out, pull = jax.vjp(lambda bias, sinks: attend(*arrays, bias, sinks=sinks), bias, sinks)
+        return out, pull(jnp.full_like(out, 0.01))
+
+    out, gradients = run(bias, sinks)
+    want, want_gradients = run(bias.astype(jnp.float32), sinks.astype(jnp.float32))
+    np.testing.assert_array_equal(out, want)
+    for gradient, exact in zip(gradients, want_gradients, strict=True):
+        assert gradient.dtype == dtype
+        np.testing.assert_array_equal(gradient, exact.astype(dtype))
 
 
 def test_float64():
