@@ -378,6 +378,9 @@ def _visible(call: _Call, i: Any, j: Any, tile: dict[str, Array]) -> Array | Non
     rows = i * call.row_tile + jnp.arange(call.row_tile, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
     keys = j * call.key_tile + jnp.arange(call.key_tile, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     conditions = []
+    # What fills up the last tiles neither is seen nor sees, lest a NaN count as seen.
+    if call.row_tiles * call.row_tile != call.rows:
+        conditions.append(rows < call.rows)
     if call.key_tiles * call.key_tile != call.keys:
         conditions.append(keys < call.keys)
     if "query_seq_lengths" in tile:

@@ -352,6 +352,32 @@ def test_rubbish_in_padding_reaches_nothing(rubbish, tiling):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.parametrize("by", ["causal", "segments", "bias"])
+def test_rows_that_fill_up_a_tile_see_no_rubbish(by, tiling):
+    """Their position, their id (0) and their bias (0) would let them see what no query sees."""
+    rng = np.random.default_rng(2)
+    T, S = 20, 40
+    q = rng.normal(size=(1, T, 1, 8)).astype(np.float32)
+    k, v = (rng.normal(size=(1, S, 1, 8)).astype(np.float32) for _ in range(2))
+    hidden = np.arange(S) >= T
+    options = {
+        "causal": {"is_causal": True},
+        "segments": {
+            "query_segment_ids": np.ones((1, T), int),
+            "key_value_segment_ids": np.where(hidden, 0, 1)[None],
+        },
+        "bias": {"bias": np.tile(np.where(hidden, -np.inf, 0).astype(np.float32), (T, 1))},
+    }[by]
+
+    @jax.jit
+    def run(k, v):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, **options), q, k, v)
+        return out, pull(jnp.ones_like(out))
+
+    clean, dirty = ([np.where(hidden[:, None, None], y, x) for x in (k, v)] for y in (0, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, run(*dirty), run(*clean))
+
+
 @pytest.mark.parametrize("by", ["mask", "bias"])
 def test_a_row_without_keys(by, tiling):
     """Output 0, residual -inf and no gradient, whatever its cotangents, sinks included."""
