@@ -128,7 +128,7 @@ def train(config: Config, attention_fn, text: np.ndarray, seed: int, mesh: Mesh)
     model = Transformer(config, attention_fn, nnx.Rngs(seed))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.rate, max(1, config.steps // 20), config.steps
+        0.0, config.rate, config.steps // 20, config.steps
     )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
@@ -212,7 +212,9 @@ def plot(curves: dict[str, np.ndarray], path: pathlib.Path) -> None:
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Config]:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--implementation", help="fa4, xla or emulated; by default the best one")
+    parser.add_argument(
+        "--implementation", choices=info.implementations.NAMES, help="by default the best one"
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -248,12 +250,14 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
     if arguments.compare:
         exact = arguments.quantization is None
         trainings = [("xla", None), ("fa4", None) if exact else ("xla", arguments.quantization)]
-    curves = {}
+    explained = []
     for implementation, quantization in trainings:
         call = info.call((B, T, T, N, K, HEAD_DIM), "bfloat16", True, quantization=quantization)
-        name, account = info.explain(*call, implementation)
-        if name is None:
-            raise SystemExit(account)
+        explained.append(info.explain(*call, implementation))
+        if explained[-1][0] is None:
+            raise SystemExit(explained[-1][1])
+    curves = {}
+    for (implementation, quantization), (name, account) in zip(trainings, explained, strict=True):
         print(account)
         attention_fn = functools.partial(
             fa4_jax.flax.attention_fn, implementation=implementation, quantization=quantization

@@ -50,14 +50,24 @@ def test_loss_falls(example, tmp_path, capsys):
 
 
 def test_implementation_that_cannot_serve_says_why(example, monkeypatch, tmp_path):
-    """Also what --compare does on a machine that cannot run the kernels."""
+    """Also what --compare does on a machine that cannot run the kernels, before it trains."""
     monkeypatch.setattr(
         example.info, "refusals", lambda *_: {"fa4": ("no such GPU",), "xla": (), "emulated": ()}
     )
-    with pytest.raises(SystemExit, match="no such GPU"):
-        example.main(
-            [*TINY, "--steps", "1", "--implementation", "fa4", "--output", str(tmp_path / "p")]
-        )
+    monkeypatch.setattr(example, "train", lambda *_: pytest.fail("trains"))
+    for chosen in (["--implementation", "fa4"], ["--compare"]):
+        with pytest.raises(SystemExit, match="no such GPU"):
+            example.main([*TINY, "--steps", "1", *chosen, "--output", str(tmp_path / "p")])
+
+
+def test_implementation_that_there_is_not(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--implementation", "cudnn"])
+    assert "'fa4', 'xla', 'emulated'" in capsys.readouterr().err
+
+
+def test_a_single_step(example, tmp_path):
+    assert losses_on(example, 1, 1, tmp_path / "p", "--implementation", "xla").shape == (1,)
 
 
 def test_compare(example, monkeypatch, tmp_path, capsys):
