@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fa4_jax import bundle, implementations, quantize
+from fa4_jax import api, bundle, implementations, quantize
+from fa4_jax.quantize.config import SHORT_NAMES
 from fa4_jax.spec import AttentionSpec, Operands
 
 # The kernels are assembled by CUDA 13's assembler; older drivers refuse its cubins.
@@ -235,15 +236,20 @@ def main(argv: list[str] | None = None) -> int:
         help="batch, queries, keys, query heads, key/value heads, head dim (default: %(default)s)",
     )
     parser.add_argument("--value-dim", type=int, metavar="Hv", help="head dim of value, if not H")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=api.DTYPES, default="bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=integers(2), metavar="LEFT,RIGHT")
     parser.add_argument("--soft-cap", type=float, metavar="C", help="logits_soft_cap")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--quantization", metavar="NAME")
+    parser.add_argument("--quantization", choices=SHORT_NAMES)
     parser.add_argument("--arrays", nargs="+", choices=ARRAYS, default=[], help="given as well")
     parser.add_argument("--implementation", choices=implementations.NAMES)
     arguments = parser.parse_args(argv)
+    *_, N, K, H = arguments.shape
+    if 0 in (N, K, H) or N % K:
+        parser.error(
+            f"argument --shape: N, K, H must be positive, N a multiple of K: {N}, {K}, {H}"
+        )
 
     print(machine())
     driver = driver_version()

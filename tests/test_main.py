@@ -184,8 +184,23 @@ def test_info_describes_the_call_of_its_flags(capsys):
         assert reason in printed
     for served in ("sinks: ", "soft_cap="):
         assert served not in printed
-    with pytest.raises(SystemExit):
-        info.main(["--shape", "1,2,3"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--shape", "1,2,3"),
+        ("--shape", "1,8,8,3,2,64"),
+        ("--shape", "1,8,8,2,0,64"),
+        ("--dtype", "int8"),
+        ("--quantization", "fp3"),
+    ],
+)
+def test_info_refuses_flags_of_no_call(flag, value, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        info.main([flag, value])
+    assert stopped.value.code == 2
+    assert f"argument {flag}" in capsys.readouterr().err
 
 
 def test_check(monkeypatch, capsys):
