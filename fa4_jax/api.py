@@ -198,7 +198,7 @@ def dot_product_attention(
         query_offset=offset if spec.has_window else None,
         query_segment_ids=integers("query_segment_ids", query_segment_ids, B=B, T=T),
         key_value_segment_ids=integers("key_value_segment_ids", key_value_segment_ids, B=B, S=S),
-        sinks=_check_sinks(sinks, N),
+        sinks=_check_sinks(sinks, query),
         scale=traced_scale,
     )
     _check_flag("return_residual", return_residual)
@@ -221,11 +221,6 @@ def _array(name: str, x: Any, convert: Callable = jnp.asarray) -> Any:
         return convert(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be an array, got {x!r}") from error
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    """Floats of 8 bits and fewer, which no arithmetic of JAX takes, as float32."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 16 else x
 
 
 def _check_flag(name: str, flag: Any) -> bool:
@@ -301,7 +296,9 @@ def _check_pairwise(name: str, x: Any, full: tuple[Any, ...]) -> jax.Array | Non
         allowed = ", ".join(map(str, full))
         raise ValueError(f"{name} must broadcast to [B, N, T, S] = [{allowed}], got {_describe(x)}")
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    return x if name == "mask" else _widened(x)
+    if name == "bias" and jnp.finfo(x.dtype).bits < 16:
+        x = x.astype(jnp.float32)  # JAX does no arithmetic with these
+    return x
 
 
 def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) -> jax.Array:
@@ -332,15 +329,16 @@ def _check_integers(name: str, x: Any, dims: dict[str, Any], has_batch: bool) ->
     return jnp.broadcast_to(x, tuple(dims.values())) if one_for_all else x
 
 
-def _check_sinks(sinks: Any, num_heads: int) -> jax.Array | None:
+def _check_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
     if sinks is None:
         return None
     sinks = _array("sinks", sinks)
+    num_heads = query.shape[2]
     if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
             f"sinks must be [N] = [{num_heads}] of a float dtype, got {_describe(sinks)}"
         )
-    return _widened(sinks)
+    return sinks.astype(jnp.promote_types(query.dtype, jnp.float32))
 
 
 def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array | None]:

@@ -226,6 +226,21 @@ def test_float64():
     np.testing.assert_allclose(lse, exact.lse, atol=1e-13)
 
 
+def test_wider_bias_sinks_and_scale_change_no_dtype(arrays):
+    """Out is of query's dtype and the residual float32, gradients of their arguments' dtypes."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
+    with jax.enable_x64(True):
+        bias, sinks, scale = jnp.zeros((6, 5)), jnp.ones(4), jnp.asarray(0.3)
+
+        def call(bias, sinks, scale):
+            return attend(q, k, v, bias, sinks=sinks, scale=scale, return_residual=True)
+
+        (out, lse), pull = jax.vjp(call, bias, sinks, scale)
+        assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+        for gradient in pull((out, lse)):
+            assert gradient.dtype == jnp.float64
+
+
 # --- Choice of implementation ---------------------------------------------------------------------
 
 H16 = tuple(x.astype(jnp.bfloat16) for x in (Q, K, K))
