@@ -5,7 +5,7 @@ them, from the outside in, in
 
 * ``custom_jvp`` whose rule names output and log-sum-exp "context" for ``jax.checkpoint``, and a
   linear primitive for their tangents, whose transpose is the backward call,
-* ``custom_vmap``: a mapped axis is folded into the batch of one kernel launch,
+* ``custom_vmap``: a mapped axis becomes one more batch axis of one kernel launch,
 * ``custom_partitioning`` with a Shardy rule: batch, head and query-sequence axes stay sharded,
 * ``platform_dependent``: one lowered program runs the kernels on CUDA and :mod:`fa4_jax.xla`
   elsewhere, where the caller allows that.
@@ -98,7 +98,11 @@ class _Call:
 
 
 class _Inputs(NamedTuple):
-    """Operands of the forward call; every one has the batch axis first, None = absent."""
+    """Operands of the forward call, None = absent.
+
+    Every one has the batch axis B first, or several batch axes in its place: those of vmap, then B.
+    They stay apart until the kernels are called, so that each may be sharded.
+    """
 
     query: Any  # [B,T,N,H]
     key: Any  # [B,S,K,H]
@@ -124,6 +128,31 @@ class _Saved(NamedTuple):
     dlse: Any = None  # f32 [B,T,N]
 
 
+def _in_auto_axes(function: Callable, types: Any) -> Callable:
+    """``function`` of these result types; inside it, Explicit mesh axes are Auto."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return function
+    shards = jax.tree.map(lambda x: x.sharding.spec, types)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shards)
+
+
+def _flattened(operation: Callable) -> Callable:
+    """Lets ``operation(call, inputs, *trees)``, written for one batch axis, take several."""
+
+    @functools.wraps(operation)
+    def call_flattened(call: _Call, inputs: _Inputs, *trees):
+        axes = inputs.query.shape[:-3]
+
+        def join(x):
+            return x.reshape(math.prod(axes), *x.shape[len(axes) :])
+
+        results = operation(call, *jax.tree.map(join, (inputs, *trees)))
+        return jax.tree.map(lambda x: x.reshape(*axes, *x.shape[1:]), results)
+
+    return call_flattened
+
+
 def attend(
     spec: AttentionSpec, operands: Operands, *, platform: str | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -146,18 +175,18 @@ def attend(
       NotImplementedError: for forward-mode or second-order differentiation with a platform.
     """
     scale = spec.scale if operands.scale is None else operands.scale
-    spread = functools.partial(_spread, jax.typeof(operands.query))
+    spread = functools.partial(_spread, operands.query)
     inputs = _Inputs(
         query=operands.query,
         key=operands.key,
         value=operands.value,
-        scale=spread(scale, 0),
+        scale=spread(scale, (0,)),
         query_seq_lengths=operands.query_seq_lengths,
         key_value_seq_lengths=operands.key_value_seq_lengths,
         query_offset=operands.query_offset,
         query_segment_ids=operands.query_segment_ids,
         key_value_segment_ids=operands.key_value_segment_ids,
-        sinks=None if operands.sinks is None else spread(operands.sinks, 0, 2),
+        sinks=None if operands.sinks is None else spread(operands.sinks, (0, 2)),
     )
     call = _Call(spec.left, spec.right, spec.logits_soft_cap, platform)
     # A NumPy array under a vmap is a constant that custom_jvp refuses. A copy of it is not, and is
@@ -166,15 +195,18 @@ def attend(
     return _attention(call, _equally_varying(inputs))
 
 
-def _spread(query, x: Any, *axes: int) -> jax.Array:
+# Jitted, with query as an operand, because a type alone does not name the devices of its sharding.
+@functools.partial(jax.jit, static_argnames="axes", inline=True, keep_unused=True)
+def _spread(query: jax.Array, x: Any, axes: tuple[int, ...]) -> jax.Array:
     """Broadcasts x to float32 of the given axes of query, also in how it is sharded."""
     shape = tuple(query.shape[axis] for axis in axes)
     broadcast: Any = functools.partial(jnp.broadcast_to, shape=shape)
-    if explicit := query.sharding.mesh.explicit_axes:
+    sharding = jax.typeof(query).sharding
+    if explicit := sharding.mesh.explicit_axes:
         # Else a gradient of it would be sharded otherwise than itself.
-        spec = PartitionSpec(*(query.sharding.spec[axis] for axis in axes))
-        sharding = query.sharding.update(spec=spec)
-        broadcast = jax.sharding.auto_axes(broadcast, axes=explicit, out_sharding=sharding)
+        spec = PartitionSpec(*(sharding.spec[axis] for axis in axes))
+        out_sharding = sharding.update(spec=spec)
+        broadcast = jax.sharding.auto_axes(broadcast, axes=explicit, out_sharding=out_sharding)
     return broadcast(jnp.asarray(x, jnp.float32))
 
 
@@ -250,6 +282,14 @@ def _tangent(*leaves, call: _Call, structure):
     if call.platform is not None:
         raise NotImplementedError(_FIRST_ORDER_ONLY)
     (inputs, out, lse), moving = jax.tree.unflatten(structure, leaves)
+    by_xla = _in_auto_axes(
+        functools.partial(_tangent_by_xla, call), (jax.typeof(out), jax.typeof(lse))
+    )
+    return by_xla(inputs, out, lse, moving)
+
+
+@_flattened
+def _tangent_by_xla(call: _Call, inputs: _Inputs, out, lse, moving: dict[str, jax.Array]):
     return xla.tangent(call.spec(), inputs.operands(), out, lse, moving)
 
 
@@ -270,12 +310,8 @@ def _tangent_transpose(cotangents, *leaves, call: _Call, structure):
 
 def _tangent_batched(leaves, axes, **parameters):
     (size,) = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None}
-    folded = (
-        _fold(x if axis is None else jnp.moveaxis(x, axis, 0), axis is not None, size)
-        for x, axis in zip(leaves, axes, strict=True)
-    )
-    results = _tangent_p.bind(*folded, **parameters)
-    return [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results], (0, 0)
+    mapped = (_mapped_first(x, axis, size) for x, axis in zip(leaves, axes, strict=True))
+    return _tangent_p.bind(*mapped, **parameters), (0, 0)
 
 
 def _tangent_types(*leaves, call: _Call, structure):
@@ -304,11 +340,11 @@ def _gradients(
         shared = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
         shared = shared if dlse is None else shared + dlse
         # Selected, not multiplied: the cotangent of a row that sees nothing may be NaN.
-        dsinks = jnp.where(sees, jnp.exp(inputs.sinks[:, None] - lse) * shared, 0)
-        found["sinks"] = dsinks.sum(1)
+        dsinks = jnp.where(sees, jnp.exp(inputs.sinks[..., None, :] - lse) * shared, 0)
+        found["sinks"] = dsinks.sum(-2)
     if wanted - {"sinks"}:
         query, scale = inputs.query, inputs.scale
-        is_zero = (scale == 0)[:, None, None, None]
+        is_zero = (scale == 0)[..., None, None, None]
         if "scale" in wanted:
             # dq is divided by the scale below. Queries of 0 have the logits that a scale of 0 has.
             query, scale = jnp.where(is_zero, 0, query), jnp.where(scale == 0, 1, scale)
@@ -319,7 +355,7 @@ def _gradients(
             # the cotangent of the logits before the cap.
             product = inputs.query.astype(jnp.float32) * dq.astype(jnp.float32)
             product = jnp.where(sees[..., None], product, 0)
-            found["scale"] = jnp.sum(product, axis=(1, 2, 3)) / scale
+            found["scale"] = jnp.sum(product, axis=(-3, -2, -1)) / scale
             dq = jnp.where(is_zero, 0, dq)
         found |= {"query": dq, "key": dk, "value": dv}
     return {name: found[name] for name in wanted}
@@ -329,11 +365,14 @@ def _gradients_jvp(call: _Call, wanted: frozenset[str], primals, tangents):
     if call.platform is not None:
         raise NotImplementedError(_FIRST_ORDER_ONLY)
 
-    def by_xla(inputs, saved):
+    @_flattened
+    def by_xla(call, inputs, saved):
         found = xla.backward(call.spec(), inputs.operands(), *saved)
         return {name: getattr(found, name) for name in wanted}
 
-    return jax.jvp(by_xla, primals, tangents)
+    inputs, _ = primals
+    types = {name: jax.typeof(getattr(inputs, name)) for name in wanted}
+    return jax.jvp(_in_auto_axes(functools.partial(by_xla, call), types), primals, tangents)
 
 
 _gradients.defjvp(_gradients_jvp)
@@ -342,15 +381,13 @@ _gradients.defjvp(_gradients_jvp)
 # --- Batching -------------------------------------------------------------------------------------
 
 
-def _fold(x: jax.Array, is_mapped: bool, size: int) -> jax.Array:
-    """[size, B, ...], or [B, ...] for all, to [size * B, ...]."""
-    if not is_mapped:
-        x = jnp.broadcast_to(x, (size, *x.shape))
-    return x.reshape(size * x.shape[1], *x.shape[2:])
+def _mapped_first(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+    """x with its mapped axis in front, repeated where it has none."""
+    return jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 
-def _foldable(operation: Callable) -> Callable:
-    """Gives ``operation(call, *trees)`` a vmap rule: the mapped axis joins the batch axis."""
+def _mappable(operation: Callable) -> Callable:
+    """Gives ``operation(call, *trees)`` a vmap rule: the mapped axis is one more batch axis."""
 
     @functools.cache
     def mapped(call: _Call):
@@ -358,10 +395,10 @@ def _foldable(operation: Callable) -> Callable:
 
         @mappable.def_vmap
         def rule(axis_size, in_batched, *trees):
-            fold = functools.partial(_fold, size=axis_size)
-            batch = trees[0].query.shape[1 if in_batched[0].query else 0]
-            results = mappable(*jax.tree.map(fold, trees, tuple(in_batched)))
-            results = jax.tree.map(lambda x: x.reshape(axis_size, batch, *x.shape[1:]), results)
+            def first(x, is_mapped):
+                return _mapped_first(x, 0 if is_mapped else None, axis_size)
+
+            results = mappable(*jax.tree.map(first, trees, tuple(in_batched)))
             return results, jax.tree.map(lambda _: True, results)
 
         return mappable
@@ -379,7 +416,7 @@ def _foldable(operation: Callable) -> Callable:
 class _Shards(NamedTuple):
     """How one call is split over the mesh axes; each entry is a PartitionSpec entry."""
 
-    batch: Any
+    batch: tuple  # an entry for each batch axis
     time: Any
     heads: Any
     kv_heads: Any  # equal to heads, or None where every shard gets all kv heads
@@ -387,34 +424,36 @@ class _Shards(NamedTuple):
     def inputs(self, inputs: _Inputs) -> _Inputs:
         """PartitionSpecs of the inputs; None where absent."""
         spec = PartitionSpec
-        per_batch = spec(self.batch)
+        per_batch = spec(*self.batch)
         specs = _Inputs(
-            query=spec(self.batch, self.time, self.heads, None),
-            key=spec(self.batch, None, self.kv_heads, None),
-            value=spec(self.batch, None, self.kv_heads, None),
+            query=spec(*self.batch, self.time, self.heads, None),
+            key=spec(*self.batch, None, self.kv_heads, None),
+            value=spec(*self.batch, None, self.kv_heads, None),
             scale=per_batch,
             query_seq_lengths=per_batch,
             key_value_seq_lengths=per_batch,
             query_offset=per_batch,
-            query_segment_ids=spec(self.batch, self.time),
-            key_value_segment_ids=spec(self.batch, None),
-            sinks=spec(self.batch, self.heads),
+            query_segment_ids=spec(*self.batch, self.time),
+            key_value_segment_ids=spec(*self.batch, None),
+            sinks=spec(*self.batch, self.heads),
         )
         return _Inputs(*(None if x is None else s for x, s in zip(inputs, specs, strict=True)))
 
     def saved(self, saved: _Saved) -> _Saved:
-        out = PartitionSpec(self.batch, self.time, self.heads, None)
-        lse = PartitionSpec(self.batch, self.time, self.heads)
+        out = PartitionSpec(*self.batch, self.time, self.heads, None)
+        lse = PartitionSpec(*self.batch, self.time, self.heads)
         return _Saved(out, lse, out, None if saved.dlse is None else lse)
 
 
 def _shards(mesh, inputs: _Inputs) -> _Shards:
     """Follows the query's sharding as far as the mathematics allows."""
     sharding = inputs.query.sharding
+    rank = len(inputs.query.shape)
     if not isinstance(sharding, NamedSharding):  # no mesh to name axes with: gather
-        return _Shards(None, None, None, None)
-    batch, time, heads, _ = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
-    num_heads, num_kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+        return _Shards((None,) * (rank - 3), None, None, None)
+    *batch, time, heads, _ = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    batch = tuple(batch)
+    num_heads, num_kv_heads = inputs.query.shape[-2], inputs.key.shape[-2]
     size = _axes_size(mesh, heads)
     if num_kv_heads % size == 0:
         return _Shards(batch, time, heads, heads)
@@ -442,14 +481,14 @@ def _localise(shards: _Shards, mesh, call: _Call, inputs: _Inputs, whole: _Input
     Returns:
       The inputs, and the index of the one kv head that they read where ``kv_heads`` is not split.
     """
-    length, num_heads = inputs.query.shape[1:3]
+    length, num_heads = inputs.query.shape[-3:-1]
     if shards.time is not None:
         start = lax.axis_index(_axes_names(shards.time)) * length
         if call.left is not None or call.right is not None:
             offset = 0 if inputs.query_offset is None else inputs.query_offset
             offset = jnp.broadcast_to(offset + start, inputs.scale.shape).astype(jnp.int32)
             inputs = inputs._replace(query_offset=offset)
-        rows, lengths = whole.query.shape[1], inputs.query_seq_lengths
+        rows, lengths = whole.query.shape[-3], inputs.query_seq_lengths
         if lengths is None and rows % _axes_size(mesh, shards.time):
             lengths = jnp.full(inputs.scale.shape, rows, jnp.int32)
         if lengths is not None:
@@ -458,10 +497,10 @@ def _localise(shards: _Shards, mesh, call: _Call, inputs: _Inputs, whole: _Input
             inputs = inputs._replace(query_seq_lengths=lengths.astype(jnp.int32))
     kv_head = None
     if shards.heads is not None and shards.kv_heads is None:
-        group = whole.query.shape[2] // whole.key.shape[2]
+        group = whole.query.shape[-2] // whole.key.shape[-2]
         kv_head = lax.axis_index(_axes_names(shards.heads)) * num_heads // group
         key, value = (
-            lax.dynamic_slice_in_dim(x, kv_head, 1, axis=2) for x in (inputs.key, inputs.value)
+            lax.dynamic_slice_in_dim(x, kv_head, 1, axis=-2) for x in (inputs.key, inputs.value)
         )
         inputs = inputs._replace(key=key, value=value)
     return inputs, kv_head
@@ -470,19 +509,20 @@ def _localise(shards: _Shards, mesh, call: _Call, inputs: _Inputs, whole: _Input
 def _sharding_rule(structure, mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of either call.
 
-    Factors: b batch, t query positions, n query heads, m kv heads where they are fewer, s keys, h
-    and v head dimensions. One compound factor (m g) for grouped query heads would let Shardy split
-    a mesh axis between m and g, which no PartitionSpec can express; so m stands alone, and
-    `_shards` ties the kv heads to the query heads.
+    Factors: b0, b1, ... batch, t query positions, n query heads, m kv heads where they are fewer,
+    s keys, h and v head dimensions. One compound factor (m g) for grouped query heads would let
+    Shardy split a mesh axis between m and g, which no PartitionSpec can express; so m stands alone,
+    and `_shards` ties the kv heads to the query heads.
 
     Args:
       structure: of the operands: `_Inputs`, for the backward call also `_Saved`.
     """
     inputs, *saved = jax.tree.unflatten(structure, operand_types)
-    kv_heads = "n" if inputs.query.shape[2] == inputs.key.shape[2] else "m"
-    query, lse, out = "b t n h", "b t n", "b t n v"
-    key, value = f"b s {kv_heads} h", f"b s {kv_heads} v"
-    factors = [_Inputs(query, key, value, "b", "b", "b", "b", "b t", "b s", "b n")]
+    kv_heads = "n" if inputs.query.shape[-2] == inputs.key.shape[-2] else "m"
+    b = " ".join(f"b{axis}" for axis in range(len(inputs.query.shape) - 3))
+    query, lse, out = f"{b} t n h", f"{b} t n", f"{b} t n v"
+    key, value = f"{b} s {kv_heads} h", f"{b} s {kv_heads} v"
+    factors = [_Inputs(query, key, value, b, b, b, b, f"{b} t", f"{b} s", f"{b} n")]
     factors += [_Saved(out, lse, out, lse)] * len(saved)
     arguments = [
         factor
@@ -515,11 +555,8 @@ def _partitioned(operation: Callable, partition: Callable, result_types: Callabl
     @functools.wraps(operation)
     def call_partitioned(call: _Call, *trees):
         function = partitioned(call, jax.tree.structure(trees))
-        if not jax.sharding.get_abstract_mesh().explicit_axes:
-            return function(*trees)
         # With Explicit axes the result types name their shardings; the partitioner makes them so.
-        shards = jax.tree.map(lambda x: x.sharding.spec, result_types(*trees))
-        return jax.sharding.auto_axes(function, out_sharding=shards)(*trees)
+        return _in_auto_axes(function, result_types(*trees))(*trees)
 
     return call_partitioned
 
@@ -557,8 +594,8 @@ def _partition_forward(call: _Call, mesh, arguments, results):
         return _forward_local(call, inputs)
 
     result_specs = (
-        PartitionSpec(shards.batch, shards.time, shards.heads, None),
-        PartitionSpec(shards.batch, shards.time, shards.heads),
+        PartitionSpec(*shards.batch, shards.time, shards.heads, None),
+        PartitionSpec(*shards.batch, shards.time, shards.heads),
     )
     return mesh, local, _named(mesh, result_specs), _named(mesh, (shards.inputs(whole),))
 
@@ -566,7 +603,7 @@ def _partition_forward(call: _Call, mesh, arguments, results):
 def _partition_backward(call: _Call, mesh, arguments, results):
     whole, whole_saved = arguments
     shards = _shards(mesh, whole)
-    num_kv_heads = whole.key.shape[2]
+    num_kv_heads = whole.key.shape[-2]
 
     @_without_mesh
     def local(inputs, saved):
@@ -579,8 +616,8 @@ def _partition_backward(call: _Call, mesh, arguments, results):
             summed += _axes_names(shards.heads)
 
             def place(x):
-                whole = jnp.zeros((*x.shape[:2], num_kv_heads, x.shape[3]), x.dtype)
-                return lax.dynamic_update_slice_in_dim(whole, x, kv_head, axis=2)
+                every = jnp.zeros((*x.shape[:-2], num_kv_heads, x.shape[-1]), x.dtype)
+                return lax.dynamic_update_slice_in_dim(every, x, kv_head, axis=-2)
 
             dk, dv = place(dk), place(dv)
         if summed:
@@ -599,6 +636,7 @@ def _partition_backward(call: _Call, mesh, arguments, results):
 # --- Dispatch -------------------------------------------------------------------------------------
 
 
+@_flattened
 def _forward_local(call: _Call, inputs: _Inputs):
     query, value = inputs.query, inputs.value
     shape = (*query.shape[:3], value.shape[3])
@@ -624,6 +662,7 @@ def _forward_local(call: _Call, inputs: _Inputs):
     return call.run(kernels, fallback, inputs)
 
 
+@_flattened
 def _backward_local(call: _Call, inputs: _Inputs, saved: _Saved):
     if _is_empty(inputs):
         return tuple(jnp.zeros_like(x) for x in (inputs.query, inputs.key, inputs.value))
@@ -667,10 +706,10 @@ def _is_empty(inputs: _Inputs) -> bool:
 def _forward_types(inputs: _Inputs):
     query = jax.typeof(inputs.query)
     spec = query.sharding.spec
-    lse = query.sharding.update(spec=PartitionSpec(*spec[:3]))
+    lse = query.sharding.update(spec=PartitionSpec(*spec[:-1]))
     return (
-        query.update(shape=(*query.shape[:3], inputs.value.shape[3])),
-        query.update(shape=query.shape[:3], dtype=jnp.dtype(jnp.float32), sharding=lse),
+        query.update(shape=(*query.shape[:-1], inputs.value.shape[-1])),
+        query.update(shape=query.shape[:-1], dtype=jnp.dtype(jnp.float32), sharding=lse),
     )
 
 
@@ -681,5 +720,5 @@ def _backward_types(inputs: _Inputs, saved: _Saved):
 # Jitted, else every call outside of a jit would compile its program again. Inlined into others: two
 # calls of one function would be two kernel launches that read as one.
 _jit = functools.partial(jax.jit, static_argnums=0, inline=True)
-_forward = _jit(_foldable(_partitioned(_forward_local, _partition_forward, _forward_types)))
-_backward = _jit(_foldable(_partitioned(_backward_local, _partition_backward, _backward_types)))
+_forward = _jit(_mappable(_partitioned(_forward_local, _partition_forward, _forward_types)))
+_backward = _jit(_mappable(_partitioned(_backward_local, _partition_backward, _backward_types)))

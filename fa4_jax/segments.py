@@ -40,7 +40,7 @@ def bounds(row_ids: Array, column_ids: Array) -> Array:
     padding = jnp.broadcast_to(row_ids[:, -1:], (batch, blocks * BLOCK - num_rows))
     rows = jnp.concatenate([row_ids, padding], axis=1).reshape(batch, blocks, BLOCK)
 
-    every_column = lax.iota(jnp.int32, 2) * num_columns
+    every_column = (lax.iota(jnp.int32, 2) * num_columns).reshape(1, 1, 1, 2)
     order, ranks = _rank(column_ids, rows[..., None], every_column)
     first_rank, end_rank = ranks[..., 0], ranks[..., 1]
     count = end_rank - first_rank

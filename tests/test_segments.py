@@ -120,3 +120,15 @@ def test_in_shard_map():
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.shard_map(segments.bounds, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
     np.testing.assert_array_equal(jax.jit(mapped)(rows, columns), bounds(rows, columns))
+
+
+def test_where_ranks_may_not_be_promoted():
+    rows, columns = np.zeros((2, 150), np.int32), np.zeros((2, 130), np.int32)
+    operands = Operands(
+        *(jnp.zeros((2, size, 1, 8)) for size in (150, 130, 130)),
+        query_segment_ids=jnp.asarray(rows),
+        key_value_segment_ids=jnp.asarray(columns),
+    )
+    with jax.numpy_rank_promotion("raise"):
+        assert segments.bounds(rows, columns).shape == (2, 3, 4)
+        assert all(x.all() for x in segments.seen(AttentionSpec(), operands))

@@ -107,6 +107,40 @@ def test_jit_keeps_shardings(attention, case, axis_type, request):
             assert x.sharding.is_equivalent_to(expected, x.ndim), x.sharding
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x"), P("x", "y"), P(None, "x", None, "y")])
+def test_vmap_keeps_shardings(spec, axis_type):
+    """The mapped axis and the batch are sharded each on its own."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    arguments = [jnp.stack([x, x[::-1]]) for x in problem(8, 4)]
+    attention = functools.partial(fa4_jax.dot_product_attention, return_residual=True)
+    run = jax.vmap(value_and_pullback(attention))
+    sharded = [jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))) for x in arguments]
+    sharded[3] = jax.device_put(arguments[3], NamedSharding(mesh, P(*spec[:2])))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(*sharded).compile()
+        assert not count_collectives(compiled)
+        assert_close(compiled(*sharded), jax.jit(run)(*arguments))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_forward_mode_and_second_order(attention, axis_type):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    arguments = [jnp.stack([x, x[::-1]]) for x in problem(8, 4)[:3]]
+
+    @jax.jit
+    def run(*arguments):
+        def gradient(*arguments):
+            out, pullback = jax.vjp(lambda *xs: attention(*xs)[0], *arguments)
+            return out, pullback(out)
+
+        return jax.jvp(jax.vmap(gradient), arguments, arguments)
+
+    sharded = [jax.device_put(x, NamedSharding(mesh, P(None, "x", "y"))) for x in arguments]
+    with jax.set_mesh(mesh):
+        assert_close(run(*sharded), run(*arguments), 2**-6)
+
+
 def test_jit_without_a_mesh_in_context():
     arguments = problem(8, 4)
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -146,6 +180,15 @@ def test_positions_that_the_mesh_does_not_divide(is_causal, with_lengths):
         for x, spec in zip(arguments, specs, strict=True)
     ]
     assert_close(run(*sharded), run(*arguments))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_without_jit_and_without_a_mesh_in_context(attention, axis_type):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    arguments = problem(8, 4)[:3]
+    results = attention(*jax.device_put(arguments, NamedSharding(mesh, P("x", None, "y"))))
+    assert all(x.sharding.spec[:3] == ("x", None, "y") for x in results)
+    assert_close(results, attention(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +317,26 @@ def test_shard_map_sums_gradients_of_replicated_keys_once(implementation, check_
         return jax.jit(jax.grad(loss, (0, 1, 2)))(query, key[:1], value[:1])
 
     assert_close(gradients(mapped), gradients(one_batch_of_keys))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_shard_map_over_one_of_two_axes(axis_type):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    arguments = problem(8, 4)[:3]
+    mapped = jax.shard_map(
+        fa4_jax.dot_product_attention, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+
+    def gradients(function):
+        def loss(*arguments):
+            return jnp.sum(function(*arguments).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    expected = gradients(fa4_jax.dot_product_attention)(*arguments)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(arguments, NamedSharding(mesh, P("x", None, "y")))
+        assert_close(gradients(mapped)(*sharded), expected)
 
 
 def test_every_device_may_come_first(attention):

@@ -160,6 +160,8 @@ def test_vmap_over_an_empty_axis(attention):
     assert out.shape == (0, B, T, N, H)
     dq, dk, dv = jax.vmap(gradients(attention))(query, key, value)
     assert (dq.shape, dk.shape, dv.shape) == (query.shape, key.shape, value.shape)
+    tangents = jax.vmap(lambda *xs: jax.jvp(attention, xs, xs)[1])(query, key, value)
+    assert tangents.shape == query.shape
 
 
 def test_jacobian_is_the_gradient_of_every_output(attention):
