@@ -24,7 +24,6 @@ import numpy as np
 import oracle
 import pytest
 from fixtures import make_sm90
-from kernel_problems import padded
 
 import fa4_jax
 
@@ -53,6 +52,12 @@ CASES = {
     "offset": Case(
         (2, 67, 301, 2, 1, 128, 128), masks=dict(is_causal=True, query_offset=[234, -9])
     ),
+    "rows_before_all_keys": Case(
+        (1, 150, 190, 1, 1, 64, 64), masks=dict(is_causal=True, query_offset=[-70])
+    ),
+    "rows_after_all_keys": Case(
+        (1, 250, 90, 1, 1, 128, 128), "float16", dict(local_window_size=(30, None))
+    ),
     "window": Case((1, 261, 261, 1, 1, 64, 64), masks=dict(local_window_size=(50, 20))),
     "window_h128": Case((1, 261, 261, 1, 1, 128, 128), "float16", dict(local_window_size=(0, 90))),
     "lengths": Case(
@@ -74,21 +79,25 @@ def test_values_and_gradients_are_right(case):
     B, T, S, N, K, H, Hv = case.sizes
     dtype = jnp.dtype(case.dtype)
     random = np.random.default_rng(len(case.masks) + H)
-    rows = case.masks.get("query_seq_lengths"), case.masks.get("key_value_seq_lengths")
+    visible = oracle.visible_keys((B, 1, T, S), **case.masks)[:, 0]
+    queries, keys = visible.any(2), visible.any(1)
     shapes = {
-        "query": ((B, T, N, H), rows[0]),
-        "key": ((B, S, K, H), rows[1]),
-        "value": ((B, S, K, Hv), rows[1]),
-        "dout": ((B, T, N, Hv), rows[0]),
+        "query": ((B, T, N, H), queries),
+        "key": ((B, S, K, H), keys),
+        "value": ((B, S, K, Hv), keys),
+        "dout": ((B, T, N, Hv), queries),
     }
     normal = {
         name: random.standard_normal(shape).astype(dtype) for name, (shape, _) in shapes.items()
     }
     clean, dirty = (
-        {name: padded(x, shapes[name][1], filling) for name, x in normal.items()}
+        {
+            name: np.where(shapes[name][1][..., None, None], x, np.asarray(filling, dtype))
+            for name, x in normal.items()
+        }
         for filling in (0, np.nan)
     )
-    dlse = padded(random.standard_normal((B, T, N)).astype(np.float32), rows[0], 0)
+    dlse = random.standard_normal((B, T, N)).astype(np.float32)
 
     @jax.jit
     def call(query, key, value, dout):

@@ -304,8 +304,10 @@ class Backward:
     def load(self, work: Work, tensor_maps, live_keys, num_queries: Int32, num_keys: Int32):
         """Loads K, V, then Q, lse, dO, delta of every query tile of every head of the group.
 
-        What no query may look at is zeroed on the way, so that a NaN there meets no MMA.
+        What no query may look at is zeroed on the way, so that a NaN there meets no MMA, and so are
+        queries that see no key.
         """
+        live_queries = work.seen.all_columns()
         query, key, value, dout, lse_log2, delta = tensor_maps
         size = self.tile_m * self.head_dim
         iterations = work.group * work.tiles
@@ -322,11 +324,11 @@ class Backward:
         for i in cutlass.range(iterations, unroll=1):
             head = work.kv_head * work.group + i // work.tiles
             first_query = (work.tile_begin + i % work.tiles) * self.tile_m
-            end = work.seen.num_columns - first_query
-            dirty = end < self.tile_m and work.seen.num_columns < num_queries
+            begin, end = live_queries[0] - first_query, live_queries[1] - first_query
+            dirty = begin > 0 or (end < self.tile_m and live_queries[1] < num_queries)
             at = (Int32(0), head, first_query, work.batch)
             at_row = (first_query, head, work.batch)
-            bounds = (dirty, Int32(0), end)
+            bounds = (dirty, begin, end)
             stage = i % STAGES
             rows = stage * self.row_stride
 
