@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from fa4_jax import implementations, quantize
-from fa4_jax.spec import POSITION_LIMIT, AttentionSpec, Operands
+from fa4_jax.spec import POSITION_LIMIT, AttentionSpec, Operands, sum_dtype
 
 Implementation = Literal["fa4", "xla", "emulated"]
 _Implementations = Implementation | tuple[Implementation, ...] | None
@@ -338,7 +338,7 @@ def _check_sinks(sinks: Any, query: jax.Array) -> jax.Array | None:
         raise ValueError(
             f"sinks must be [N] = [{num_heads}] of a float dtype, got {_describe(sinks)}"
         )
-    return sinks.astype(jnp.promote_types(query.dtype, jnp.float32))
+    return sinks.astype(sum_dtype(query.dtype))
 
 
 def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array | None]:
@@ -351,7 +351,7 @@ def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array 
     if scale.ndim or not real:
         raise ValueError(f"scale must be a real scalar, got {_describe(scale)}")
     if not static:
-        return None, scale.astype(jnp.promote_types(query.dtype, jnp.float32))
+        return None, scale.astype(sum_dtype(query.dtype))
     if not np.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale), None

@@ -20,6 +20,11 @@ from jax import Array
 POSITION_LIMIT = 2**30
 
 
+def sum_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype of sums over arrays of a float dtype, whatever JAX's promotion rules are set to."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """The static part of a call: hashable, and everything that is not an array.

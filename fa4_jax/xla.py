@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fa4_jax.spec import AttentionSpec, Operands
+from fa4_jax.spec import AttentionSpec, Operands, sum_dtype
 
 # Up to this many scores in all, one tile: no loops, and the scores may be stored.
 _SINGLE_TILE_SCORES = 2**24
@@ -156,7 +156,7 @@ class _Call:
     @property
     def wide(self) -> Any:
         """The dtype of sums."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return sum_dtype(self.dtype)
 
     def einsum(self, subscripts: str, *operands: Array) -> Array:
         precision = lax.Precision.HIGHEST if jnp.finfo(self.dtype).bits > 16 else None
@@ -227,7 +227,7 @@ def _arrange_floats(floats: dict[str, Array], kv_heads: int) -> dict[str, Array]
     """The differentiable arrays in `_Arrays` layout: linear, so it maps tangents as well."""
     arranged = {}
     for name, x in floats.items():
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = sum_dtype(x.dtype)
         if name == "query":
             arranged[name] = _split_heads(x.astype(wide), kv_heads)
         elif name in ("key", "value"):
@@ -520,7 +520,7 @@ def _tangent(
     if "sinks" in tangents:
         exponent = jnp.where(sees, arrays.sinks[..., None] - shift - log_sum, -jnp.inf)
         lse_dot += jnp.exp(exponent) * tangents["sinks"][..., None]
-    out_dot -= lse_dot[..., None] * out
+    out_dot -= lse_dot[..., None] * out.astype(call.wide)
     # Selected, not multiplied: a cotangent of a row that sees nothing may be NaN.
     out_dot = jnp.where(sees[..., None], out_dot, 0).astype(call.dtype)
     return out_dot, jnp.where(sees, lse_dot, 0)

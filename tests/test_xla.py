@@ -162,11 +162,10 @@ def test_values_and_gradients(name, tiling):
                 oracle.assert_accurate(argument, mutant, want[argument], coarse[argument])
 
 
-def test_without_rank_promotion(tiling):
-    """`jax.nn` allows this setting too."""
+def test_without_promotion_of_ranks_or_dtypes(tiling):
     floats, options = make(CASES["everything_bf16"])
     w, wl = weights(reference(floats, options), dtype=jnp.bfloat16)
-    with jax.numpy_rank_promotion("raise"):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         value_and_gradients(options, floats, w, wl)
 
 
