@@ -352,8 +352,9 @@ def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array 
         raise ValueError(f"scale must be a real scalar, got {_describe(scale)}")
     if not static:
         return None, scale.astype(sum_dtype(query.dtype))
-    if not np.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    wide = sum_dtype(query.dtype)
+    if not abs(float(scale)) <= float(jnp.finfo(wide).max):
+        raise ValueError(f"scale must be finite in {wide}, got {scale}")
     return float(scale), None
 
 

@@ -45,6 +45,7 @@ WRONG = [
     ({"scale": like(2)}, ["scale", "scalar", "[2]"]),
     ({"scale": 1j}, ["scale", "real"]),
     ({"scale": float("nan")}, ["scale", "finite"]),
+    ({"scale": 1e39}, ["scale", "finite in float32", "1e+39"]),
     ({"scale": True}, ["scale", "bool"]),
     ({"is_causal": 1}, ["is_causal", "True or False", "1"]),
     ({"is_causal": jnp.array(True)}, ["is_causal", "traced"]),
