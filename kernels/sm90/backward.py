@@ -313,10 +313,8 @@ class Backward:
         iterations = work.group * work.tiles
         scrubs = Int32(0)
         if iterations > 0:
-            begin, end = live_keys[0] - work.first_key, live_keys[1] - work.first_key
-            dirty = begin > 0 or (end < TILE_KEYS and work.first_key + end < num_keys)
             at = (Int32(0), work.kv_head, work.first_key, work.batch)
-            bounds = (dirty, begin, end)
+            bounds = self.bounds_of(live_keys, work.first_key, TILE_KEYS, num_keys)
             scrubs = self.load_tile(self.key, key, at, self.key_full, bounds, scrubs, TILE_KEYS)
             scrubs = self.load_tile(
                 self.value, value, at, self.value_full, bounds, scrubs, TILE_KEYS
@@ -324,11 +322,9 @@ class Backward:
         for i in cutlass.range(iterations, unroll=1):
             head = work.kv_head * work.group + i // work.tiles
             first_query = (work.tile_begin + i % work.tiles) * self.tile_m
-            begin, end = live_queries[0] - first_query, live_queries[1] - first_query
-            dirty = begin > 0 or (end < self.tile_m and live_queries[1] < num_queries)
             at = (Int32(0), head, first_query, work.batch)
             at_row = (first_query, head, work.batch)
-            bounds = (dirty, begin, end)
+            bounds = self.bounds_of(live_queries, first_query, self.tile_m, num_queries)
             stage = i % STAGES
             rows = stage * self.row_stride
 
@@ -344,6 +340,17 @@ class Backward:
                 self.dout + stage * size, dout, at, self.dout_ring.full(i), bounds, scrubs,
                 self.tile_m,
             )  # fmt: skip
+
+    @cute.jit
+    def bounds_of(self, live, first: Int32, rows: cutlass.Constexpr[int], num_rows: Int32):
+        """(dirty, begin, end) of a tile: its rows [begin, end) are live, the rest may hold NaN.
+
+        Args:
+          live: [begin, end) of all rows.
+          first: the tile's first row; what lies past ``num_rows`` arrives as zeros.
+        """
+        begin, end = live[0] - first, live[1] - first
+        return begin > 0 or (end < rows and live[1] < num_rows), begin, end
 
     @cute.jit
     def load_row(self, destination, tensor_map, coordinates, full):

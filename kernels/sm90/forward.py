@@ -253,6 +253,12 @@ class Forward:
         num_heads = problem.batch_size * problem.num_heads
         return TileOrder(problem.is_causal(self.kind), row_tiles, num_heads, num_ctas, cta)
 
+    def place(self, call: Call, row_tile: Int32, batch_head: Int32) -> tuple[Int32, ...]:
+        """(head, first row, batch element) of a tile of the order."""
+        num_heads = call.problem.num_heads
+        batch, head = batch_head // num_heads, batch_head % num_heads
+        return head, row_tile * self.tile_m, batch
+
     # Producer: one warp.
 
     @cute.jit
@@ -265,9 +271,8 @@ class Forward:
         for step in cutlass.range(order.num_steps(), unroll=1):
             row_tile, batch_head, exists = order.tile(step)
             if exists:
-                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
+                head, first_row, batch = self.place(call, row_tile, batch_head)
                 kv_head = head // (problem.num_heads // problem.num_kv_heads)
-                first_row = row_tile * self.tile_m
                 visibility = Visibility.of_batch(self.kind, batch, problem)
                 begin, end = visibility.tiles(first_row, self.tile_m, self.tile_n)
                 seen_begin, seen_end = visibility.all_columns()
@@ -370,8 +375,7 @@ class Forward:
         for step in cutlass.range(order.num_steps(), unroll=1):
             row_tile, batch_head, exists = order.tile(step)
             if exists:
-                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
-                first_row = row_tile * self.tile_m
+                _, first_row, batch = self.place(call, row_tile, batch_head)
                 visibility = Visibility.of_batch(self.kind, batch, problem)
                 begin, end = visibility.tiles(first_row, self.tile_m, self.tile_n)
                 clear_begin, clear_end = visibility.unmasked_tiles(
@@ -429,8 +433,7 @@ class Forward:
 
                 # Once more, and not kept in registers through the loops.
                 row_tile, batch_head, _ = order.tile(step)
-                batch, head = batch_head // problem.num_heads, batch_head % problem.num_heads
-                place = (head, row_tile * self.tile_m, batch)
+                place = self.place(call, row_tile, batch_head)
                 self.epilogue(call, output, softmax, visibility, place, thread, consumer)
         if consumer == 0:  # take back the turn that is left over
             prims.barrier_cta_sync_aligned(TURN_BARRIER, thread_count=2 * WARPGROUP)
