@@ -350,9 +350,9 @@ def _check_scale(scale: Any, query: jax.Array) -> tuple[float | None, jax.Array 
     real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
     if scale.ndim or not real:
         raise ValueError(f"scale must be a real scalar, got {_describe(scale)}")
-    if not static:
-        return None, scale.astype(sum_dtype(query.dtype))
     wide = sum_dtype(query.dtype)
+    if not static:
+        return None, scale.astype(wide)
     if not abs(float(scale)) <= float(jnp.finfo(wide).max):
         raise ValueError(f"scale must be finite in {wide}, got {scale}")
     return float(scale), None
